@@ -1,0 +1,135 @@
+"""The only place that picks a backend.
+
+An op's backends are tried in the order of `TABLE`; the first one with no reason to refuse runs. A backend is
+the module `onepass.ops.<op>.kernel_<backend>` (the reference: `onepass.ops.<op>.reference`), imported on first
+use, with two functions:
+
+- `unsupported_reasons(desc) -> tuple[str, ...]`: empty when it can run the call;
+- `run(desc, ...)`: runs it. What follows `desc` is the op's own business.
+
+`desc` is the op's `Desc`: a NamedTuple of what a kernel is chosen by (device, dtypes, sizes), never tensors.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from onepass import settings
+from onepass.errors import NoBackendError, UnknownNameError
+
+TABLE: dict[str, tuple[str, ...]] = {
+    "layer_norm": ("triton", "cpu", "reference"),
+    "add_relu": ("triton", "cpu", "reference"),
+}
+
+BACKENDS = ("triton", "cpu", "reference")
+
+REFERENCE_REASON = "runs only when asked for: with onepass.backend('reference')"
+
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("onepass_backend", default=None)
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force one backend for every op called inside the `with` block, in this thread or task.
+
+    An op that the backend cannot run then raises `NoBackendError` with the reasons; nothing else is tried.
+
+    Raises:
+        UnknownNameError: no backend has this name.
+    """
+    if name not in BACKENDS:
+        raise UnknownNameError("backend", name, BACKENDS)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced() -> str | None:
+    """The backend forced by `with backend(...)`, else by `ONEPASS_BACKEND`, else None."""
+    name = _forced.get()
+    if name is None:
+        name = settings.forced_backend()
+        if name is not None and name not in BACKENDS:
+            raise UnknownNameError("backend in ONEPASS_BACKEND", name, BACKENDS)
+    return name
+
+
+def select(op: str, desc: Any) -> Any:
+    """The backend module that runs `op` for `desc`.
+
+    Raises:
+        NoBackendError: none can; the message lists every backend's reasons.
+    """
+    return _select(op, desc, forced())
+
+
+@lru_cache(maxsize=4096)
+def _select(op: str, desc: Any, forced_name: str | None) -> Any:
+    reasons = _reasons(op, desc, forced_name)
+    for name, why_not in reasons.items():
+        if not why_not:
+            return _module(op, name)
+    lines = [f"no backend of '{op}' can run this call:"]
+    lines += [f"  {name}: {'; '.join(why_not)}" for name, why_not in reasons.items()]
+    raise NoBackendError("\n".join(lines))
+
+
+def _reasons(op: str, desc: Any, forced_name: str | None) -> dict[str, tuple[str, ...]]:
+    reasons = {}
+    for name in TABLE[op]:
+        if forced_name is not None and name != forced_name:
+            reasons[name] = (f"the backend '{forced_name}' is forced",)
+        elif name == "reference" and forced_name is None:
+            reasons[name] = (REFERENCE_REASON,)
+        else:
+            reasons[name] = tuple(_module(op, name).unsupported_reasons(desc))
+    return reasons
+
+
+def _module(op: str, backend_name: str) -> Any:
+    file = "reference" if backend_name == "reference" else f"kernel_{backend_name}"
+    return importlib.import_module(f"onepass.ops.{op}.{file}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: the backend that runs (None if none can), and why each other does not."""
+
+    op: str
+    backend: str | None
+    reasons: dict[str, tuple[str, ...]]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: runs on '{self.backend}'" if self.backend else f"{self.op}: no backend can run this call"]
+        for name, why_not in self.reasons.items():
+            lines.append(f"  {name}: {'; '.join(why_not) if why_not else 'can run it'}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend would run `op(*args, **kwargs)`, and why the others would not. Runs nothing.
+
+    `op` is an op's name ("layer_norm") or the public function. The arguments are the op's own; wrong ones
+    raise what the op itself would raise. `print()` shows the explanation as text.
+
+    Raises:
+        UnknownNameError: no op has this name.
+    """
+    name = getattr(op, "__name__", op)
+    if name not in TABLE:
+        raise UnknownNameError("op", name, tuple(TABLE))
+    desc = importlib.import_module(f"onepass.ops.{name}.op").describe(*args, **kwargs)
+    reasons = _reasons(name, desc, forced())
+    chosen = next((b for b, why_not in reasons.items() if not why_not), None)
+    return Explanation(name, chosen, reasons, desc.notes())

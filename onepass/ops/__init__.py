@@ -1,0 +1,1 @@
+"""The ops, one folder each; `onepass.dispatch` picks the backend that runs them."""

@@ -1,0 +1,107 @@
+"""Tensors seen as rows: [..., N] as [num_rows, N] with one row stride and no copy, where memory allows it.
+
+Kernels take a base pointer and a row stride. A tensor whose last dimension is not contiguous, or whose leading
+dimensions do not collapse into one stride, takes the one slower path: inputs are copied to contiguous memory
+first, outputs are computed in contiguous memory and copied back. `explain()` says when that happens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from onepass.errors import ArgumentValueError
+
+
+def row_stride(t: torch.Tensor) -> int | None:
+    """The distance between rows in elements, or None where no single stride gives the rows."""
+    if t.is_contiguous():
+        return t.shape[-1] if t.ndim else 1
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        return None
+    # Leading dimensions of size 1 say nothing about memory; the others must nest without gaps.
+    leading = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size != 1]
+    if not leading:
+        return t.shape[-1]
+    for (_, outer), (size, inner) in zip(leading, leading[1:], strict=False):
+        if outer != size * inner:
+            return None
+    return leading[-1][1]
+
+
+def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`t`, or a contiguous copy where `t` has no single row stride, and the row stride."""
+    stride = row_stride(t)
+    if stride is None:
+        return t.contiguous(), t.shape[-1]
+    return t, stride
+
+
+def aligned_16(element_size: int, strides: tuple[int, ...], *tensors: torch.Tensor | None) -> bool:
+    """Whether every pointer and every row stride (in elements) is a multiple of 16 bytes."""
+    bits = 0
+    for stride in strides:
+        bits |= stride * element_size
+    for t in tensors:
+        if t is not None:
+            bits |= t.data_ptr()
+    return not bits & 15
+
+
+def copy_notes(copied: tuple[str, ...], aligned: bool) -> tuple[str, ...]:
+    """What `explain()` says of the slower paths a call takes."""
+    notes = [f"'{name}' has no single row stride and is copied to or from contiguous memory" for name in copied]
+    if not aligned:
+        notes.append("a pointer or a row stride is not a multiple of 16 bytes: narrower memory accesses")
+    return tuple(notes)
+
+
+def _byte_view(t: torch.Tensor) -> np.ndarray:
+    """A NumPy array over the same addresses. It is never read: only its extents are compared."""
+
+    class _Memory:
+        __array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{t.element_size()}",
+            "shape": tuple(t.shape),
+            "strides": tuple(s * t.element_size() for s in t.stride()),
+            "data": (t.data_ptr(), False),
+        }
+
+    return np.asarray(_Memory())
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte that `t` touches (strides are never negative in torch)."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether any element of `a` shares memory with an element of `b`; False when they are exactly the same view."""
+    if a.numel() == 0 or b.numel() == 0 or _same_memory(a, b):
+        return False
+    (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
+    if a_end <= b_first or b_end <= a_first:
+        return False
+    try:
+        return bool(np.shares_memory(_byte_view(a), _byte_view(b), max_work=100_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def check_output(op: str, argument: str, out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
+    """Each element of `out` has memory of its own, shared with an input only if it is exactly that input.
+
+    Raises:
+        ArgumentValueError: `out` overlaps itself (an expanded tensor) or a part of an input.
+    """
+    if not out.is_contiguous() and torch._debug_has_internal_overlap(out) == 1:
+        raise ArgumentValueError(op, argument, "a tensor whose elements do not share memory", "an expanded tensor")
+    for name, value in inputs.items():
+        if value is not None and overlaps(out, value):
+            raise ArgumentValueError(op, argument, f"memory apart from '{name}', or exactly '{name}'", f"a partial overlap with '{name}'")

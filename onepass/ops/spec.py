@@ -1,0 +1,53 @@
+"""What an op tells benchmarks, studies and tests about itself: `ops/<op>/spec.py` holds one `OpSpec` as `SPEC`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Inputs = dict[str, Any]
+"""Keyword arguments of the public op, without `out`."""
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything the benchmark core needs to know of an op.
+
+    `shapes` are the sizes of its sweep. `make_inputs(shape, dtype, device, seed)` draws random inputs for one.
+    `fused(**inputs)` is the public op, `unfused(**inputs)` the same in plain torch ops, one kernel a step, and
+    `reference(**inputs)` what is run in float64 for the truth. `allocate_out(inputs)` gives the keyword
+    arguments of the out-form. `bytes_moved` and `flops` count what one call must move and compute;
+    `unfused_bytes` and `unfused_launches` count the same for the unfused ops.
+    """
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    make_inputs: Callable[[tuple[int, ...], torch.dtype, torch.device, int], Inputs]
+    fused: Callable[..., Any]
+    unfused: Callable[..., Any]
+    reference: Callable[..., Any]
+    allocate_out: Callable[[Inputs], Inputs]
+    bytes_moved: Callable[[Inputs], int]
+    unfused_bytes: Callable[[Inputs], int]
+    unfused_launches: int
+    flops: Callable[[Inputs], int]
+    dtypes: tuple[torch.dtype, ...] = field(default=(torch.float32, torch.bfloat16, torch.float16))
+
+
+def load(op: str) -> OpSpec:
+    """The spec of an op of `onepass.dispatch.TABLE`."""
+    return importlib.import_module(f"onepass.ops.{op}.spec").SPEC
+
+
+def tensor_bytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of all elements of the given tensors; None counts nothing."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def upcast(inputs: Inputs) -> Inputs:
+    """The same inputs with every floating-point tensor in float64."""
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
