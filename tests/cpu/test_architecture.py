@@ -95,9 +95,13 @@ def test_only_settings_reads_the_environment() -> None:
     wrong = []
     for name, tree in TREES.items():
         for node in ast.walk(tree):
-            read = isinstance(node, ast.Attribute) and node.attr in names
-            imported = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
-            if (read or imported) and name != "onepass.settings":
+            if isinstance(node, ast.Attribute):
+                reads = node.attr in names
+            elif isinstance(node, ast.ImportFrom):
+                reads = node.module == "os" and bool(names & {alias.name for alias in node.names})
+            else:
+                continue
+            if reads and name != "onepass.settings":
                 wrong.append(f"{name}:{node.lineno}")
     assert wrong == []
 

@@ -83,7 +83,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["Version"] == onepass.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra")) == {"cuda", "demo", "peers", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda", "demo", "peers", "dev"}
     assert any(n.endswith("/licenses/LICENSE") for n in wheel.namelist())
 
 
