@@ -1,0 +1,141 @@
+"""Functions of float32 vectors for CPU kernels: exp, the logistic function, and the activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from numba.extending import overload
+
+from onepass.launch.cpu_vector import (
+    inline,
+    low_bits_to_exponent,
+    maximum,
+    minimum,
+    multiply_add,
+    splat,
+)
+
+# exp: Cody and Waite's two-part ln 2 (Software Manual for the Elementary Functions, 1980); the high part has 9 bits,
+# so its product with an integer below 2^8 is exact. Adding 1.5 · 2^23 rounds to an integer and leaves it in the low
+# bits; 126 on top of it makes those bits the exponent field of half the power of two, and the polynomial is
+# doubled in return, so that results just below overflow stay finite.
+_LOG2_E = 1.0 / math.log(2.0)
+_LN2_HIGH = 0.693359375
+_LN2_LOW = math.log(2.0) - _LN2_HIGH
+_ROUND_TO_INTEGER = 1.5 * 2.0**23 + 126.0
+# 2 · e^r = 2 + 2r + 2r² · (…) for |r| ≤ ln 2 / 2: least largest relative error, 0.05 ulp.
+_EXP_2, _EXP_3, _EXP_4, _EXP_5, _EXP_6 = (
+    2 * 0.49999993443853524,
+    2 * 0.16666520573371146,
+    2 * 0.04166838873544145,
+    2 * 0.008368723954318957,
+    2 * 0.0013814583747117483,
+)
+
+
+@inline
+def exp(x: Any) -> Any:
+    """e^x within 2 ulp, infinity from 128 · ln 2 on, 0 below -125.5 · ln 2 (about 1.7e-38), NaN for NaN."""
+    x = minimum(maximum(x, splat(-87.25)), splat(89.0))
+    shifted = multiply_add(x, splat(_LOG2_E), splat(_ROUND_TO_INTEGER))
+    n = shifted - splat(_ROUND_TO_INTEGER)
+    r = multiply_add(n, splat(-_LN2_LOW), multiply_add(n, splat(-_LN2_HIGH), x))
+    p = multiply_add(splat(_EXP_6), r, splat(_EXP_5))
+    p = multiply_add(p, r, splat(_EXP_4))
+    p = multiply_add(p, r, splat(_EXP_3))
+    p = multiply_add(p, r, splat(_EXP_2))
+    p = multiply_add(p, r, splat(2.0))
+    p = multiply_add(p, r, splat(2.0))
+    return p * low_bits_to_exponent(shifted)
+
+
+@inline
+def times_logistic(x: Any, logit: Any) -> Any:
+    """x / (1 + e^-logit): -inf gives NaN, as torch's SiLU and GELU do."""
+    return x / (splat(1.0) + exp(splat(0.0) - logit))
+
+
+@inline
+def silu(x: Any) -> Any:
+    """x · logistic(x)."""
+    return times_logistic(x, x)
+
+
+@inline
+def gelu_tanh(x: Any) -> Any:
+    """GELU's tanh form. (1 + tanh u) / 2 is logistic(2u), which keeps its digits where the tanh is near -1."""
+    return times_logistic(x, x * multiply_add(splat(_TANH_3), x * x, splat(_TANH_1)))
+
+
+_TANH_1 = 2.0 * math.sqrt(2.0 / math.pi)
+_TANH_3 = 0.044715 * _TANH_1
+
+# The normal distribution function Φ is logistic(L) with L(x) = ln Φ(x) - ln Φ(-x) = x · P(x²). P is a Chebyshev fit
+# for the least relative error (0.1 ulp) on |x| ≤ 5.5, in s = x² · 2 / 5.5² - 1, highest power first. Beyond it P
+# stays at its last value: there x · Φ(-x) is below 1.1e-7, and what is returned lies between it and 0.
+_GELU_LAST = 5.5**2
+_GELU_SCALE = 2.0 / _GELU_LAST
+_GELU_P = (
+    0.00036615695,
+    -0.000787600118,
+    -8.36001782e-05,
+    0.001442143,
+    -0.00183837069,
+    0.00253511383,
+    -0.0039428887,
+    0.00407559285,
+    -0.000857105711,
+    -0.00926788338,
+    0.0371200927,
+    -0.128679886,
+    0.787658095,
+    2.54487395,
+)
+
+
+@inline
+def gelu(x: Any) -> Any:
+    """x · Φ(x), GELU with erf."""
+    s = multiply_add(minimum(x * x, splat(_GELU_LAST)), splat(_GELU_SCALE), splat(-1.0))
+    p = splat(_GELU_P[0])
+    for coefficient in _GELU_P[1:]:
+        p = multiply_add(p, s, splat(coefficient))
+    return times_logistic(x, x * p)
+
+
+@inline
+def relu(x: Any) -> Any:
+    """x where it is not negative, else 0; NaN stays."""
+    return maximum(x, splat(0.0))
+
+
+@inline
+def identity(x: Any) -> Any:
+    return x
+
+
+_ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "None": identity,
+}
+
+
+def activate(activation: Any, x: Any) -> Any:
+    """The activation named by a `Choice`; callable inside kernels only."""
+    raise NotImplementedError("activate() runs inside compiled kernels")
+
+
+@overload(activate, jit_options={"forceinline": True})
+def _activate(activation: Any, x: Any) -> Any:
+    function = _ACTIVATIONS[activation.choice]
+
+    # Numba compares this signature with the one above, annotations included.
+    def call(activation: Any, x: Any) -> Any:
+        return function(x)
+
+    return call
