@@ -19,6 +19,7 @@ RESULTS = ROOT / "results"
 # The folders whose runs the docs show. `make run` writes to a folder named after the machine it runs on, which is not
 # one of these and which git ignores.
 SHOWN = ("h200", "cpu")
+DARK = "-dark"
 
 # Providers whose outputs are fresh are compared with each other; the others have a baseline of their own.
 BASELINES = {ONEPASS: (EAGER, COMPILE), ONEPASS_OUT: (EAGER_WARM,)}
@@ -43,11 +44,11 @@ def page() -> str:
     )
     for path, run in found:
         parts += [f"## {run.name} on {run.machine.name}", _facts(path, run)]
-        parts += [f"![{run.name} on {run.machine.name}](../{image.relative_to(ROOT)})" for image in images(path, run)]
+        parts += [picture(image, run, "../") for image in images(path, run)]
         if run.reading:
             parts.append("\n".join(f"- {line}" for line in run.reading))
         for (op, dtype, data), rows in _tables(run.rows):
-            parts += [f"### {op}, {dtype}, {data} data", *_table(rows)]
+            parts += [f"### {op}, {dtype}, {'random data' if data == RANDOM else data}", *_table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,7 +61,7 @@ def headline() -> str:
     pictures = [(run, image) for path, run in found for image in images(path, run)[:1]]
     if pictures:
         run, image = pictures[0]
-        parts.append(f"![{run.name} on {run.machine.name}]({image.relative_to(ROOT)})")
+        parts.append(picture(image, run, ""))
     lines = [
         "| machine | dtype | provider | time, µs | speed-up | copy share |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -70,7 +71,7 @@ def headline() -> str:
             if row.kernel_us and row.dtype != "fp16":
                 lines.append(
                     f"| {run.machine.name} | {row.dtype} | {row.provider} | {figure(row.kernel_us.p50)} "
-                    f"| {figure(_speedup(row))} | {figure(row.copy_share)} |"
+                    f"| {figure(_speedup(row), '×')} | {figure(row.copy_share)} |"
                 )
     commands = "; ".join(f"{run.machine.name}: `{run.command}`, {run.date[:10]}" for _, run in found)
     return "\n\n".join([*parts, "\n".join(lines), _speedup_note(), f"Measured with {commands}."])
@@ -102,15 +103,25 @@ def fusion() -> str:
                 launches = "" if r.launches is None else f"{r.launches:g}"
                 lines.append(
                     f"| {_size(shape)} | {r.provider} | {launches} | {r.model_bytes / 1e6:.3g} "
-                    f"| {figure(r.kernel_us.p50 if r.kernel_us else None)} | {figure(_speedup(r))} |"
+                    f"| {figure(r.kernel_us.p50 if r.kernel_us else None)} | {figure(_speedup(r), '×')} |"
                 )
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, _speedup_note()]) if parts else NO_RESULTS
 
 
 def images(path: Path, run: Run) -> list[Path]:
-    """The run's pictures: those beside its file whose name begins with the run's."""
-    return sorted(p for p in path.parent.glob(f"{run.name}*") if p.suffix in (".svg", ".png"))
+    """The run's pictures: those beside its file whose name begins with the run's, without their dark variants."""
+    return sorted(p for p in path.parent.glob(f"{run.name}*.png") if not p.stem.endswith(DARK))
+
+
+def picture(image: Path, run: Run, to_root: str) -> str:
+    """An image of a run, in its dark variant where the reader's page is dark."""
+    name = f"{to_root}{image.relative_to(ROOT)}"
+    text = f'<img alt="{run.name} on {run.machine.name}" src="{name}">'
+    if not image.with_stem(image.stem + DARK).exists():
+        return text
+    dark = name.replace(image.name, image.with_stem(image.stem + DARK).name)
+    return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{text}</picture>'
 
 
 def _facts(path: Path, run: Run) -> str:
@@ -158,7 +169,7 @@ def _table(rows: list[Row]) -> list[str]:
         copy = next((r.copy_us for r in by_name.values() if r.copy_us), None)
         cells = [_size(shape), *(figure(t.p50 if t else None) for t in times), figure(copy)]
         cells += [figure(by_name[n].copy_share if n in by_name else None) for n in ours]
-        cells += [figure(_speedup(by_name[n]) if n in by_name else None) for n in ours]
+        cells += [figure(_speedup(by_name[n]) if n in by_name else None, "×") for n in ours]
         lines.append("| " + " | ".join(cells) + " |")
     notes = [f"- {name} ({', '.join(sizes)}): {why}" for (name, why), sizes in reasons.items()]
     return ["\n".join(lines), *(["\n".join(notes)] if notes else [])]
