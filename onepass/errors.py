@@ -59,3 +59,15 @@ class MissingDependencyError(OnepassError, ImportError):
 
 class CacheNotWritableWarning(UserWarning):
     """Compiled kernels cannot be kept on disk: they work, and are compiled again by the next process."""
+
+
+class OutputFolderError(OnepassError, OSError):
+    """Results cannot be written where they were asked for."""
+
+    def __init__(self, folder: object, why: str) -> None:
+        self.why = why
+        super().__init__(f"cannot write to the output folder '{folder}': {why}. Choose another with --out.")
+
+
+class ProviderUnavailableError(OnepassError, RuntimeError):
+    """A peer of a benchmark cannot run on this machine; the message says what is missing."""
