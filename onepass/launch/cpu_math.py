@@ -17,15 +17,15 @@ from onepass.launch.cpu_vector import (
     splat,
 )
 
-# exp: Cody and Waite's two-part ln 2 (Software Manual for the Elementary Functions, 1980); the high part has 9 bits,
-# so its product with an integer below 2^8 is exact. Adding 1.5 · 2^23 rounds to an integer and leaves it in the low
-# bits; 126 on top of it makes those bits the exponent field of half the power of two, and the polynomial is
+# e^-x: Cody and Waite's two-part ln 2 (Software Manual for the Elementary Functions, 1980); the high part has 9
+# bits, so its product with an integer below 2^8 is exact. Adding 1.5 · 2^23 rounds to an integer and leaves it in
+# the low bits; 126 on top of it makes those bits the exponent field of half the power of two, and the polynomial is
 # doubled in return, so that results just below overflow stay finite.
 _LOG2_E = 1.0 / math.log(2.0)
 _LN2_HIGH = 0.693359375
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
 _ROUND_TO_INTEGER = 1.5 * 2.0**23 + 126.0
-# 2 · e^r = 2 + 2r + 2r² · (…) for |r| ≤ ln 2 / 2: least largest relative error, 0.05 ulp.
+# 2 · e^r = 2 + 2r + … for |r| ≤ ln 2 / 2, fitted for the least relative error: 0.05 ulp.
 _EXP_2, _EXP_3, _EXP_4, _EXP_5, _EXP_6 = (
     2 * 0.49999993443853524,
     2 * 0.16666520573371146,
@@ -33,40 +33,76 @@ _EXP_2, _EXP_3, _EXP_4, _EXP_5, _EXP_6 = (
     2 * 0.008368723954318957,
     2 * 0.0013814583747117483,
 )
+# 2 · 2^f = 2 + … for |f| ≤ 1/2, fitted likewise: 2^-18.
+_EXP2_1, _EXP2_2, _EXP2_3, _EXP2_4 = (
+    2 * 0.6931241756775087,
+    2 * 0.24024099794717838,
+    2 * 0.05590658251125794,
+    2 * 0.009582837668991463,
+)
 
 
 @inline
-def exp(x: Any) -> Any:
-    """e^x within 2 ulp, infinity from 128 · ln 2 on, 0 below -125.5 · ln 2 (about 1.7e-38), NaN for NaN."""
-    x = minimum(maximum(x, splat(-87.25)), splat(89.0))
-    shifted = multiply_add(x, splat(_LOG2_E), splat(_ROUND_TO_INTEGER))
+def exp_minus(x: Any) -> Any:
+    """e^-x within 2 ulp, infinity up to -128 · ln 2, 0 above 125.5 · ln 2 (below about 1.7e-38), NaN for NaN."""
+    x = minimum(maximum(x, splat(-89.0)), splat(87.25))
+    shifted = multiply_add(x, splat(-_LOG2_E), splat(_ROUND_TO_INTEGER))
     n = shifted - splat(_ROUND_TO_INTEGER)
-    r = multiply_add(n, splat(-_LN2_LOW), multiply_add(n, splat(-_LN2_HIGH), x))
-    p = multiply_add(splat(_EXP_6), r, splat(_EXP_5))
+    r = multiply_add(n, splat(_LN2_LOW), multiply_add(n, splat(_LN2_HIGH), x))
+    p = multiply_add(splat(_EXP_6), r, splat(-_EXP_5))
     p = multiply_add(p, r, splat(_EXP_4))
-    p = multiply_add(p, r, splat(_EXP_3))
+    p = multiply_add(p, r, splat(-_EXP_3))
     p = multiply_add(p, r, splat(_EXP_2))
-    p = multiply_add(p, r, splat(2.0))
+    p = multiply_add(p, r, splat(-2.0))
     p = multiply_add(p, r, splat(2.0))
     return p * low_bits_to_exponent(shifted)
 
 
 @inline
-def times_logistic(x: Any, logit: Any) -> Any:
+def exp_minus_short(x: Any) -> Any:
+    """`exp_minus` with a relative error of 2^-18 + |x| · 2^-24: for results that are rounded to 11 bits or fewer."""
+    x = minimum(maximum(x, splat(-89.0)), splat(87.25))
+    shifted = multiply_add(x, splat(-_LOG2_E), splat(_ROUND_TO_INTEGER))
+    minus_f = multiply_add(x, splat(_LOG2_E), shifted - splat(_ROUND_TO_INTEGER))
+    p = multiply_add(splat(_EXP2_4), minus_f, splat(-_EXP2_3))
+    p = multiply_add(p, minus_f, splat(_EXP2_2))
+    p = multiply_add(p, minus_f, splat(-_EXP2_1))
+    p = multiply_add(p, minus_f, splat(2.0))
+    return p * low_bits_to_exponent(shifted)
+
+
+def exp_minus_for(out: Any, x: Any) -> Any:
+    """e^-x as accurate as what the pointer `out` holds; callable inside kernels only."""
+    raise NotImplementedError("exp_minus_for() runs inside compiled kernels")
+
+
+@overload(exp_minus_for, jit_options={"forceinline": True})
+def _exp_minus_for(out: Any, x: Any) -> Any:
+    function = exp_minus if out.storage == "float32" else exp_minus_short
+
+    # Numba compares this signature with the one above, annotations included.
+    def call(out: Any, x: Any) -> Any:
+        return function(x)
+
+    return call
+
+
+@inline
+def times_logistic(out: Any, x: Any, logit: Any) -> Any:
     """x / (1 + e^-logit): -inf gives NaN, as torch's SiLU and GELU do."""
-    return x / (splat(1.0) + exp(splat(0.0) - logit))
+    return x / (splat(1.0) + exp_minus_for(out, logit))
 
 
 @inline
-def silu(x: Any) -> Any:
+def silu(out: Any, x: Any) -> Any:
     """x · logistic(x)."""
-    return times_logistic(x, x)
+    return times_logistic(out, x, x)
 
 
 @inline
-def gelu_tanh(x: Any) -> Any:
+def gelu_tanh(out: Any, x: Any) -> Any:
     """GELU's tanh form. (1 + tanh u) / 2 is logistic(2u), which keeps its digits where the tanh is near -1."""
-    return times_logistic(x, x * multiply_add(splat(_TANH_3), x * x, splat(_TANH_1)))
+    return times_logistic(out, x, x * multiply_add(splat(_TANH_3), x * x, splat(_TANH_1)))
 
 
 _TANH_1 = 2.0 * math.sqrt(2.0 / math.pi)
@@ -96,13 +132,13 @@ _GELU_P = (
 
 
 @inline
-def gelu(x: Any) -> Any:
+def gelu(out: Any, x: Any) -> Any:
     """x · Φ(x), GELU with erf."""
     s = multiply_add(minimum(x * x, splat(_GELU_LAST)), splat(_GELU_SCALE), splat(-1.0))
     p = splat(_GELU_P[0])
     for coefficient in _GELU_P[1:]:
         p = multiply_add(p, s, splat(coefficient))
-    return times_logistic(x, x * p)
+    return times_logistic(out, x, x * p)
 
 
 @inline
@@ -112,7 +148,12 @@ def relu(x: Any) -> Any:
 
 
 @inline
-def identity(x: Any) -> Any:
+def _relu(out: Any, x: Any) -> Any:
+    return relu(x)
+
+
+@inline
+def _identity(out: Any, x: Any) -> Any:
     return x
 
 
@@ -120,22 +161,21 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
-    "relu": relu,
-    "None": identity,
+    "relu": _relu,
+    "None": _identity,
 }
 
 
-def activate(activation: Any, x: Any) -> Any:
-    """The activation named by a `Choice`; callable inside kernels only."""
+def activate(activation: Any, out: Any, x: Any) -> Any:
+    """The activation named by a `Choice`, as accurate as `out` holds; callable inside kernels only."""
     raise NotImplementedError("activate() runs inside compiled kernels")
 
 
 @overload(activate, jit_options={"forceinline": True})
-def _activate(activation: Any, x: Any) -> Any:
+def _activate(activation: Any, out: Any, x: Any) -> Any:
     function = _ACTIVATIONS[activation.choice]
 
-    # Numba compares this signature with the one above, annotations included.
-    def call(activation: Any, x: Any) -> Any:
-        return function(x)
+    def call(activation: Any, out: Any, x: Any) -> Any:
+        return function(out, x)
 
     return call

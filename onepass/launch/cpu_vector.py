@@ -157,15 +157,35 @@ def _decode(builder: ir.IRBuilder, storage: str, raw: ir.Value) -> ir.Value:
     return builder.fpext(raw, _lanes(_F32)) if storage == "float16" else raw
 
 
+def _round_to_high_half(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The bits of float32 lanes with the bfloat16 in the upper half; the lower half is not cleared.
+
+    To nearest, ties to even. The machine's own conversion, where there is one, flushes subnormals.
+    """
+    bits = builder.bitcast(value, _lanes(_I32))
+    odd = builder.and_(builder.lshr(bits, _constant(_I32, 16)), _constant(_I32, 1))
+    rounded = builder.add(builder.add(bits, _constant(_I32, 0x7FFF)), odd)
+    nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(nan, _constant(_I32, 0x7FC00000), rounded)
+
+
 def _encode(builder: ir.IRBuilder, storage: str, value: ir.Value) -> ir.Value:
     if storage == "bfloat16":
-        # Round to nearest even on the bits. The machine's own conversion, where there is one, flushes subnormals.
-        bits = builder.bitcast(value, _lanes(_I32))
-        odd = builder.and_(builder.lshr(bits, _constant(_I32, 16)), _constant(_I32, 1))
-        rounded = builder.lshr(builder.add(builder.add(bits, _constant(_I32, 0x7FFF)), odd), _constant(_I32, 16))
-        nan = builder.fcmp_unordered("uno", value, value)
-        return builder.trunc(builder.select(nan, _constant(_I32, 0x7FC0), rounded), _lanes(_I16))
+        high = builder.lshr(_round_to_high_half(builder, value), _constant(_I32, 16))
+        return builder.trunc(high, _lanes(_I16))
     return builder.fptrunc(value, _lanes(_F16)) if storage == "float16" else value
+
+
+def _halves(builder: ir.IRBuilder, raw: ir.Value, alternating: bool) -> list[ir.Value]:
+    """32 lanes as two times 16: the even and the odd ones, or the first and the last."""
+    step, second = (2, 1) if alternating else (1, LANES)
+    undefined = ir.Constant(raw.type, ir.Undefined)
+    return [
+        builder.shuffle_vector(
+            raw, undefined, ir.Constant(_lanes(_I32), [first + step * lane for lane in range(LANES)])
+        )
+        for first in (0, second)
+    ]
 
 
 @intrinsic
@@ -182,16 +202,32 @@ def row_start(typingctx: Any, base: Any, row: Any, stride: Any) -> Any:
 
 
 @intrinsic
-def load(typingctx: Any, base: Any, index: Any) -> Any:
-    """Elements index … index + 15 in float32."""
+def load_pair(typingctx: Any, base: Any, index: Any, order: Any) -> Any:
+    """Elements index … index + 31 in float32, as two vectors.
+
+    Where the pointer `order` is to bfloat16 these are the even and the odd elements, which a shift and a mask
+    separate; else the first and the last 16. Operands of one expression are loaded in the same order.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         if base.storage in _CONSTANT_STORAGE:
-            return _constant(_F32, _CONSTANT_STORAGE[base.storage])
-        raw = builder.load(_address(builder, args[0], args[1], base.storage), align=_STORAGE[base.storage][1])
-        return _decode(builder, base.storage, raw)
+            pair = [_constant(_F32, _CONSTANT_STORAGE[base.storage])] * 2
+        else:
+            lane, size, _ = _STORAGE[base.storage]
+            address = _address(builder, args[0], args[1], base.storage)
+            alternating = order.storage == "bfloat16"
+            if alternating and base.storage == "bfloat16":
+                bits = builder.load(builder.bitcast(address, _lanes(_I32).as_pointer()), align=size)
+                even = builder.shl(bits, _constant(_I32, 16))
+                odd = builder.and_(bits, _constant(_I32, 0xFFFF0000))
+                pair = [builder.bitcast(half, _lanes(_F32)) for half in (even, odd)]
+            else:
+                whole = ir.VectorType(lane, 2 * LANES)
+                raw = builder.load(builder.bitcast(address, whole.as_pointer()), align=size)
+                pair = [_decode(builder, base.storage, half) for half in _halves(builder, raw, alternating)]
+        return context.make_tuple(builder, sig.return_type, pair)
 
-    return vector32(base, types.int64), generate
+    return types.UniTuple(vector32, 2)(base, types.int64, order), generate
 
 
 @intrinsic
@@ -212,28 +248,38 @@ def load_first(typingctx: Any, base: Any, index: Any, count: Any) -> Any:
 
 
 @intrinsic
-def store(typingctx: Any, base: Any, index: Any, value: Any, streaming: Any) -> Any:
-    """Round 16 lanes to elements index … index + 15.
+def store_pair(typingctx: Any, base: Any, index: Any, first: Any, second: Any, streaming: Any) -> Any:
+    """Round two vectors, in the order of `load_pair(base, index, base)`, to elements index … index + 31.
 
-    With `streaming` the address must be a multiple of the vector's size, and the stores go past the caches:
-    an output larger than the last-level cache is then not read from memory before it is overwritten.
+    With `streaming` the address must be a multiple of 64 bytes, and the stores go past the caches: an output
+    larger than the last-level cache is then not read from memory before it is overwritten.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         if base.storage == "nowhere":
             return context.get_dummy_value()
-        raw = _encode(builder, base.storage, args[2])
-        address = _address(builder, args[0], args[1], base.storage)
         size = _STORAGE[base.storage][1]
-        with builder.if_else(args[3]) as (past_caches, ordinary):
-            with past_caches:
-                instruction = builder.store(raw, address, align=size * LANES)
-                instruction.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
-            with ordinary:
-                builder.store(raw, address, align=size)
+        address = _address(builder, args[0], args[1], base.storage)
+        if base.storage == "bfloat16":
+            even, odd = (_round_to_high_half(builder, v) for v in args[2:4])
+            low = builder.lshr(even, _constant(_I32, 16))
+            parts = [builder.or_(low, builder.and_(odd, _constant(_I32, 0xFFFF0000)))]
+        else:
+            parts = [_encode(builder, base.storage, v) for v in args[2:4]]
+        with builder.if_else(args[4]) as (past_caches, ordinary):
+            for branch, align in ((past_caches, None), (ordinary, size)):
+                with branch:
+                    for number, raw in enumerate(parts):
+                        to = builder.bitcast(address, raw.type.as_pointer())
+                        to = builder.gep(to, [ir.Constant(_I64, number)])
+                        whole = raw.type.count * (size if len(parts) > 1 else 2 * size)
+                        instruction = builder.store(raw, to, align=align or whole)
+                        if align is None:
+                            always = builder.module.add_metadata([ir.Constant(_I32, 1)])
+                            instruction.set_metadata("nontemporal", always)
         return context.get_dummy_value()
 
-    return types.void(base, types.int64, vector32, types.boolean), generate
+    return types.void(base, types.int64, vector32, vector32, types.boolean), generate
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""add_relu on the CPU: tiles of a row, 16 elements at a time."""
+"""add_relu on the CPU: tiles of a row, 32 elements at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.launch import cpu
 from onepass.launch.cpu_math import relu
-from onepass.launch.cpu_vector import load, load_first, row_start, store, store_first, take
+from onepass.launch.cpu_vector import load_first, load_pair, row_start, store_first, store_pair, take
 
 if TYPE_CHECKING:
     from onepass.ops.add_relu.op import Desc, RowStrides
@@ -50,13 +50,14 @@ def add_relu_kernel(
             end = min(start + _TILE, num_cols)
             x_row, y_row = row_start(x, row, stride_x), row_start(y, row, stride_y)
             out_row = row_start(out, row, stride_out)
-            vectors = start + ((end - start) & ~15)
-            for i in range(start, vectors, 16):
-                store(out_row, i, relu(load(x_row, i) + load(y_row, i)), streaming)
-            if vectors < end:
-                count = end - vectors
-                v = relu(load_first(x_row, vectors, count) + load_first(y_row, vectors, count))
-                store_first(out_row, vectors, v, count)
+            pairs = start + ((end - start) & ~31)
+            for i in range(start, pairs, 32):
+                xa, xb = load_pair(x_row, i, x)
+                ya, yb = load_pair(y_row, i, x)
+                store_pair(out_row, i, relu(xa + ya), relu(xb + yb), streaming)
+            for i in range(pairs, end, 16):
+                count = end - i
+                store_first(out_row, i, relu(load_first(x_row, i, count) + load_first(y_row, i, count)), count)
         first_tile = take(counter, chunk)
 
 

@@ -20,14 +20,14 @@ from onepass.launch.cpu_math import activate
 from onepass.launch.cpu_vector import (
     inline,
     keep_first,
-    load,
     load_first,
+    load_pair,
     multiply_add,
     rounded_as,
     row_start,
     splat,
-    store,
     store_first,
+    store_pair,
     sum_lanes,
     take,
     widen,
@@ -44,56 +44,62 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return cpu.missing_features(desc.dtype, desc.weight_dtype, desc.bias_dtype)
 
 
-# Squares are summed in float32 over this many elements (32 for each of 64 lanes), and these sums in float64.
+# Sums run in float32 over this many elements (32 for each of 64 lanes), and sums of these in float64.
 _BLOCK = 2048
 
+# The first pass sums x · 2^-7: a block of the largest float32 does not overflow.
+_SHRINK = 2.0**-7
+
 
 @inline
-def _sum_row(x_row: Any, residual_row: Any, residual_out_row: Any, n: int) -> float:
-    """The sum of x + residual, rounded to x's dtype and written to residual_out, in float64."""
-    even, odd = zero64(), zero64()
+def _rough_mean(x_row: Any, residual_row: Any, residual_out_row: Any, order: Any, n: int) -> float:
+    """The mean of x + residual, rounded to x's dtype and written to residual_out: a centre for the second pass."""
+    total = zero64()
+    shrink = splat(_SHRINK)
     pairs = n & ~31
-    for i in range(0, pairs, 32):
-        v = rounded_as(residual_out_row, load(x_row, i) + load(residual_row, i))
-        store(residual_out_row, i, v, False)
-        even += widen(v)
-        v = rounded_as(residual_out_row, load(x_row, i + 16) + load(residual_row, i + 16))
-        store(residual_out_row, i + 16, v, False)
-        odd += widen(v)
+    for first in range(0, pairs, _BLOCK):
+        s0 = s1 = s2 = s3 = splat(0.0)
+        last = min(first + _BLOCK, pairs)
+        for i in range(first, last, 32):
+            a, b = load_pair(x_row, i, order)
+            ra, rb = load_pair(residual_row, i, order)
+            a, b = rounded_as(residual_out_row, a + ra), rounded_as(residual_out_row, b + rb)
+            store_pair(residual_out_row, i, a, b, False)
+            s0, s1, s2, s3 = s2, s3, multiply_add(a, shrink, s0), multiply_add(b, shrink, s1)
+        total += widen(s0 + s1) + widen(s2 + s3)
     for i in range(pairs, n, 16):
         count = n - i
-        v = rounded_as(residual_out_row, load_first(x_row, i, count) + load_first(residual_row, i, count))
-        store_first(residual_out_row, i, v, count)
-        even += widen(v)
-    return sum_lanes(even + odd)
+        a = rounded_as(residual_out_row, load_first(x_row, i, count) + load_first(residual_row, i, count))
+        store_first(residual_out_row, i, a, count)
+        total += widen(a * shrink)
+    return sum_lanes(total) / (n * _SHRINK)
 
 
 @inline
-def _sum_squares(row: Any, centre: Any, n: int) -> float:
-    """The sum of (row - centre)²."""
-    total = zero64()
-    fours = n & ~63
-    for first in range(0, fours, _BLOCK):
-        s0 = s1 = s2 = s3 = splat(0.0)
-        for i in range(first, min(first + _BLOCK, fours), 64):
-            d = load(row, i) - centre
-            s0 = multiply_add(d, d, s0)
-            d = load(row, i + 16) - centre
-            s1 = multiply_add(d, d, s1)
-            d = load(row, i + 32) - centre
-            s2 = multiply_add(d, d, s2)
-            d = load(row, i + 48) - centre
-            s3 = multiply_add(d, d, s3)
-        total += widen(s0 + s1) + widen(s2 + s3)
-    for i in range(fours, n, 16):
-        d = keep_first(load_first(row, i, n - i) - centre, n - i)
-        total += widen(d * d)
-    return sum_lanes(total)
+def _deviations(row: Any, centre: Any, n: int) -> tuple[float, float]:
+    """The sums of row - centre and of its square."""
+    total, squares = zero64(), zero64()
+    pairs = n & ~31
+    for first in range(0, pairs, _BLOCK):
+        s0 = s1 = q0 = q1 = q2 = q3 = splat(0.0)
+        for i in range(first, min(first + _BLOCK, pairs), 32):
+            a, b = load_pair(row, i, row)
+            a, b = a - centre, b - centre
+            s0 += a
+            s1 += b
+            q0, q1, q2, q3 = q2, q3, multiply_add(a, a, q0), multiply_add(b, b, q1)
+        total += widen(s0 + s1)
+        squares += widen(q0 + q1) + widen(q2 + q3)
+    for i in range(pairs, n, 16):
+        a = keep_first(load_first(row, i, n - i) - centre, n - i)
+        total += widen(a)
+        squares += widen(a * a)
+    return sum_lanes(total), sum_lanes(squares)
 
 
 @inline
-def _finish(activation: Any, v: Any, centre: Any, rstd: Any, shift: Any, weight: Any, bias: Any) -> Any:
-    return activate(activation, multiply_add(multiply_add(v - centre, rstd, shift), weight, bias))
+def _finish(activation: Any, y: Any, v: Any, centre: Any, rstd: Any, shift: Any, weight: Any, bias: Any) -> Any:
+    return activate(activation, y, multiply_add(multiply_add(v - centre, rstd, shift), weight, bias))
 
 
 @cpu.kernel
@@ -118,43 +124,39 @@ def layer_norm_kernel(
     counter: int,
 ) -> None:
     """`total` is what is normalised: residual_out, or x where there is no residual."""
-    vectors = n & ~15
+    pairs = n & ~31
     first_row = take(counter, chunk)
     while first_row < num_rows:
         for row in range(first_row, min(first_row + chunk, num_rows)):
             total_row = row_start(total, row, stride_total)
             y_row = row_start(y, row, stride_y)
-            mean = (
-                _sum_row(
+            centre = np.float32(
+                _rough_mean(
                     row_start(x, row, stride_x),
                     row_start(residual, row, stride_residual),
                     row_start(residual_out, row, stride_total),
+                    total,
                     n,
                 )
-                / n
             )
-            # The mean as float32, and what that leaves: for values around 10^6 it is as large as their spread.
-            centre = np.float32(mean)
-            rest = mean - centre
-            variance = _sum_squares(total_row, splat(centre), n) / n - rest * rest
+            deviation, squares = _deviations(total_row, splat(centre), n)
+            # What the centre lacks to the mean: for values around 10^6 it is as large as their spread.
+            rest = deviation / n
+            variance = squares / n - rest * rest
             variance = max(variance, 0.0)
             rstd = 1.0 / math.sqrt(variance + eps)
             centre_v, rstd_v, shift_v = splat(centre), splat(rstd), splat(-rest * rstd)
-            for i in range(0, vectors, 16):
-                v = _finish(activation, load(total_row, i), centre_v, rstd_v, shift_v, load(weight, i), load(bias, i))
-                store(y_row, i, v, streaming)
-            if vectors < n:
-                count = n - vectors
-                v = _finish(
-                    activation,
-                    load_first(total_row, vectors, count),
-                    centre_v,
-                    rstd_v,
-                    shift_v,
-                    load_first(weight, vectors, count),
-                    load_first(bias, vectors, count),
-                )
-                store_first(y_row, vectors, v, count)
+            for i in range(0, pairs, 32):
+                a, b = load_pair(total_row, i, total)
+                wa, wb = load_pair(weight, i, total)
+                ba, bb = load_pair(bias, i, total)
+                a = _finish(activation, y, a, centre_v, rstd_v, shift_v, wa, ba)
+                b = _finish(activation, y, b, centre_v, rstd_v, shift_v, wb, bb)
+                store_pair(y_row, i, a, b, streaming)
+            for i in range(pairs, n, 16):
+                count = n - i
+                a, wa, ba = load_first(total_row, i, count), load_first(weight, i, count), load_first(bias, i, count)
+                store_first(y_row, i, _finish(activation, y, a, centre_v, rstd_v, shift_v, wa, ba), count)
         first_row = take(counter, chunk)
 
 
