@@ -20,17 +20,13 @@ def check_tensor(op: str, argument: str, value: Any) -> None:
         raise ArgumentTypeError(op, argument, _FLOAT_NAMES, value.dtype)
 
 
-def check_same_device(op: str, argument: str, value: torch.Tensor, x: torch.Tensor) -> None:
-    if value.device != x.device:
-        raise ArgumentValueError(op, argument, f"the device of x, {x.device}", value.device)
-
-
-def check_vector(op: str, argument: str, value: Any, x: torch.Tensor) -> None:
-    """A per-column parameter: [N] on x's device, any float dtype."""
+def check_vector(op: str, argument: str, value: Any, size: int, device: torch.device) -> None:
+    """A per-column parameter: [size] on x's device, any float dtype."""
     check_tensor(op, argument, value)
-    if value.ndim != 1 or value.shape[0] != x.shape[-1]:
-        raise ArgumentValueError(op, argument, f"shape [{x.shape[-1]}], the last dimension of x", list(value.shape))
-    check_same_device(op, argument, value, x)
+    if value.shape != (size,):
+        raise ArgumentValueError(op, argument, f"shape [{size}], the last dimension of x", list(value.shape))
+    if value.device != device:
+        raise ArgumentValueError(op, argument, f"the device of x, {device}", value.device)
 
 
 def check_like(op: str, argument: str, value: Any, x: torch.Tensor) -> None:
@@ -41,12 +37,12 @@ def check_like(op: str, argument: str, value: Any, x: torch.Tensor) -> None:
         raise ArgumentTypeError(op, argument, f"the dtype of x, {x.dtype}", value.dtype)
     if value.shape != x.shape:
         raise ArgumentValueError(op, argument, f"the shape of x, {list(x.shape)}", list(value.shape))
-    check_same_device(op, argument, value, x)
+    if value.device != x.device:
+        raise ArgumentValueError(op, argument, f"the device of x, {x.device}", value.device)
 
 
 def check_no_grad(op: str, unfused: str, **tensors: torch.Tensor | None) -> None:
-    """No gradient is wanted: ops have no backward pass."""
-    if torch.is_grad_enabled():
-        for argument, value in tensors.items():
-            if value is not None and value.requires_grad:
-                raise GradientsNotSupportedError(op, argument, unfused)
+    """No gradient is wanted: ops have no backward pass. Callers skip it where grad mode is off."""
+    for argument, value in tensors.items():
+        if value is not None and value.requires_grad:
+            raise GradientsNotSupportedError(op, argument, unfused)

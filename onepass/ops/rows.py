@@ -31,6 +31,8 @@ def row_stride(t: torch.Tensor) -> int | None:
 
 def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     """`t`, or a contiguous copy where `t` has no single row stride, and the row stride."""
+    if t.is_contiguous():
+        return t, t.shape[-1] if t.ndim else 1
     stride = row_stride(t)
     if stride is None:
         return t.contiguous(), t.shape[-1]
@@ -73,17 +75,17 @@ def _byte_view(t: torch.Tensor) -> np.ndarray:
 
 def _extent(t: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `t` touches (strides are never negative in torch)."""
+    if t.is_contiguous():
+        return t.data_ptr(), t.data_ptr() + t.nbytes
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether any element of `a` shares memory with an element of `b`; False when they are exactly the same view."""
-    if a.numel() == 0 or b.numel() == 0 or _same_memory(a, b):
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    if a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride():
         return False
     (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
     if a_end <= b_first or b_end <= a_first:
@@ -102,6 +104,11 @@ def check_output(op: str, argument: str, out: torch.Tensor, **inputs: torch.Tens
     """
     if not out.is_contiguous() and torch._debug_has_internal_overlap(out) == 1:
         raise ArgumentValueError(op, argument, "a tensor whose elements do not share memory", "an expanded tensor")
+    first, end = _extent(out)
     for name, value in inputs.items():
-        if value is not None and overlaps(out, value):
-            raise ArgumentValueError(op, argument, f"memory apart from '{name}', or exactly '{name}'", f"a partial overlap with '{name}'")
+        if value is None or value.data_ptr() >= end:
+            continue
+        if _extent(value)[1] > first and overlaps(out, value):
+            raise ArgumentValueError(
+                op, argument, f"memory apart from '{name}', or exactly '{name}'", f"a partial overlap with '{name}'"
+            )

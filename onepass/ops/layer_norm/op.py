@@ -139,10 +139,11 @@ def _check(
     check_tensor(op, "x", x)
     if x.ndim == 0:
         raise ArgumentValueError(op, "x", "at least one dimension", "a scalar tensor")
+    n, device = x.shape[-1], x.device
     if weight is not None:
-        check_vector(op, "weight", weight, x)
+        check_vector(op, "weight", weight, n, device)
     if bias is not None:
-        check_vector(op, "bias", bias, x)
+        check_vector(op, "bias", bias, n, device)
     if not isinstance(eps, (float, int, torch.SymFloat)):
         raise ArgumentTypeError(op, "eps", "a number", type(eps).__name__)
     if activation not in ACTIVATIONS:
@@ -155,7 +156,8 @@ def _check(
         if residual is None:
             raise ArgumentValueError(op, "residual_out", "None without 'residual'", "a tensor")
         check_like(op, "residual_out", residual_out, x)
-    check_no_grad(op, _UNFUSED, x=x, weight=weight, bias=bias, residual=residual)
+    if torch.is_grad_enabled():
+        check_no_grad(op, _UNFUSED, x=x, weight=weight, bias=bias, residual=residual)
 
 
 def _desc(
@@ -200,18 +202,19 @@ def _launch(
     if residual is not None:
         residual, stride_r = as_rows(residual)
         residual_out, stride_ro = as_rows(residual_out)  # type: ignore[arg-type]
-    if weight is not None and not weight.is_contiguous():
+    if weight is not None:
         weight = weight.contiguous()
-    if bias is not None and not bias.is_contiguous():
+    if bias is not None:
         bias = bias.contiguous()
-    strides = RowStrides(stride_x, stride_r, row_stride(y), stride_ro)  # type: ignore[arg-type]
+    strides = RowStrides(stride_x, stride_r, as_rows(y)[1], stride_ro)
     aligned = aligned_16(x.element_size(), strides, x, weight, bias, residual, y, residual_out)
     desc = _desc(x, weight, bias, activation, residual is not None, aligned)
     dispatch.select("layer_norm", desc).run(desc, x, weight, bias, eps, residual, y, residual_out, strides)
 
 
 def _contiguous_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    # empty_like keeps the strides of a dense tensor, so it is contiguous when x is, and cheaper without the argument.
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None) -> Tensor:

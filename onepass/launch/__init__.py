@@ -1,0 +1,1 @@
+"""How kernels are compiled, cached on disk and launched: one file a backend."""

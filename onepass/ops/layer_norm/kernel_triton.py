@@ -1,0 +1,290 @@
+"""layer_norm in Triton: the row stays in registers, or is read a second time from the L2 when it is too long.
+
+Bytes: x once in, y once out (with a residual: two in, two out); the weight and bias come from the L2. Flops: about
+18 instructions an element, which an H200 can just issue at the rate its memory delivers.
+
+The variance is centred on a pivot, the mean of a row's first K elements: with d = x - pivot, sum(d) and sum(d^2)
+travel through one exchange between warps, where mean-then-variance takes two. Cancellation is bounded: the K
+elements are part of the row, so (mean - pivot)^2 is at most N / K times the variance, and rounding costs the variance
+at most about N / K * 2^-24 of itself. A row in registers takes K = 8 for half precision (1.2e-4 at N = 16384, far below
+its rounding) and the whole row, the mean, for float32; a long row takes its first block.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.launch.triton import Specialization, load, pointer, unsupported_device, uses_ptx
+from onepass.ops.layer_norm import config as configs
+from onepass.ops.triton_math import INTERPRETED, activate, narrow, widen
+
+if TYPE_CHECKING:
+    from onepass.ops.layer_norm.op import Desc, RowStrides
+
+
+@triton.jit
+def _within(mask, cols, N, FULL: tl.constexpr):
+    """The mask, and columns below N. FULL: they all are."""
+    if not FULL:
+        mask = mask & (cols < N)
+    return mask
+
+
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, residual_out_ptr, x_at, residual_at, residual_out_at, mask, PTX: tl.constexpr):
+    """x in float32; with a residual the sum, rounded to x's dtype, which is also stored."""
+    x = widen(tl.load(x_ptr + x_at, mask=mask, other=0.0), PTX)
+    if residual_ptr is not None:
+        x += widen(tl.load(residual_ptr + residual_at, mask=mask, other=0.0), PTX)
+        total = narrow(x, x_ptr.dtype.element_ty)
+        if residual_out_ptr is not None:
+            tl.store(residual_out_ptr + residual_out_at, total, mask=mask)
+        x = widen(total, False)
+    return x
+
+
+@triton.jit
+def _pivot(x_ptr, residual_ptr, x_at, residual_at, COUNT: tl.constexpr, rows_mask, N):
+    """The mean of each row's first COUNT elements, [ROWS, 1]."""
+    first = tl.arange(0, COUNT)[None, :]
+    mask = rows_mask & (first < N)
+    x = _load_sum(x_ptr, residual_ptr, None, x_at + first, residual_at + first, None, mask, False)
+    return tl.sum(x, axis=1, keep_dims=True) / tl.minimum(N, COUNT).to(tl.float32)
+
+
+@triton.jit
+def _moments(total, squares, N):
+    """Sums of d and d^2 over the row, [ROWS, BLOCK] each: (mean - centre, variance), [ROWS, 1] each."""
+    if INTERPRETED:  # NumPy sums pairwise only along the last axis
+        total, squares = tl.sum(total, axis=1), tl.sum(squares, axis=1)
+    else:
+        total, squares = tl.split(tl.sum(tl.join(total, squares), axis=1))
+    offset = (total / N)[:, None]
+    variance = (squares / N)[:, None] - offset * offset
+    # Rounding may leave a tiny negative value for a constant row; NaN must stay NaN.
+    return offset, tl.where(variance < 0.0, 0.0, variance)
+
+
+@triton.jit
+def _affine(x, weight_ptr, bias_ptr, cols, mask, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
+    """activation(x * weight + bias)."""
+    if weight_ptr is not None:
+        x = x * widen(tl.load(weight_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last"), PTX)
+    if bias_ptr is not None:
+        x = x + widen(tl.load(bias_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last"), PTX)
+    return activate(x, ACTIVATION, PTX)
+
+
+@triton.jit
+def layer_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    num_rows,
+    N,
+    stride_xm,
+    stride_rm,
+    stride_ym,
+    stride_rom,
+    eps,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """ROWS rows a program, each in CHUNKS blocks that stay in registers. EVEN: N == BLOCK * CHUNKS."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    rows_mask = rows < num_rows
+    lanes = tl.arange(0, BLOCK)[None, :]
+    x_row, residual_row, residual_out_row = rows * stride_xm, rows * stride_rm, rows * stride_rom
+
+    centre = tl.zeros([ROWS, 1], tl.float32)
+    if x_ptr.dtype.element_ty != tl.float32:
+        centre = _pivot(x_ptr, residual_ptr, x_row, residual_row, 8, rows_mask, N)
+        if residual_out_ptr is not None:
+            # residual_out may be x itself: no warp may store before every warp has read its pivot.
+            tl.debug_barrier()
+
+    xs = ()
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
+        x = _load_sum(
+            x_ptr,
+            residual_ptr,
+            residual_out_ptr,
+            x_row + cols,
+            residual_row + cols,
+            residual_out_row + cols,
+            mask,
+            PTX,
+        )
+        xs = xs + (x,)
+
+    if x_ptr.dtype.element_ty == tl.float32:
+        total = xs[0]
+        for chunk in tl.static_range(1, CHUNKS):
+            total += xs[chunk]
+        centre = tl.sum(total, axis=1, keep_dims=True) / N
+
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    ds = ()
+    for chunk in tl.static_range(CHUNKS):
+        d = xs[chunk] - centre
+        if not EVEN and chunk == CHUNKS - 1:
+            d = tl.where(chunk * BLOCK + lanes < N, d, 0.0)
+        total += d
+        squares += d * d
+        ds = ds + (d,)
+    offset, variance = _moments(total, squares, N)
+    rstd = tl.rsqrt(variance + eps)
+    shift = -offset * rstd
+
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        mask = _within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
+        y = _affine(ds[chunk] * rstd + shift, weight_ptr, bias_ptr, cols, mask, ACTIVATION, PTX)
+        tl.store(y_ptr + rows * stride_ym + cols, narrow(y, y_ptr.dtype.element_ty), mask=rows_mask & mask)
+
+
+@triton.jit
+def layer_norm_long_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    residual_out_ptr,
+    num_rows,
+    N,
+    stride_xm,
+    stride_rm,
+    stride_ym,
+    stride_rom,
+    eps,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PTX: tl.constexpr,
+    LOAD_STAGES: tl.constexpr,
+):
+    """One row a program, BLOCK columns at a time: statistics first, then the row again, last block first.
+
+    EVEN: N is a multiple of BLOCK. N is at least BLOCK.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    y_ptr += row * stride_ym
+    if residual_ptr is not None:
+        residual_ptr += row * stride_rm
+        residual_out_ptr += row * stride_rom
+    lanes = tl.arange(0, BLOCK)[None, :]
+    zero = tl.zeros([1, 1], tl.int32)
+    centre = _pivot(x_ptr, residual_ptr, zero, zero, BLOCK, zero == 0, N)
+    if residual_out_ptr is not None:
+        tl.debug_barrier()
+
+    total = tl.zeros([1, BLOCK], tl.float32)
+    squares = tl.zeros([1, BLOCK], tl.float32)
+    for start in tl.range(0, N, BLOCK, num_stages=LOAD_STAGES):
+        cols = start + lanes
+        mask = _within(lanes < BLOCK, cols, N, EVEN)
+        d = _load_sum(x_ptr, residual_ptr, residual_out_ptr, cols, cols, cols, mask, PTX) - centre
+        if not EVEN:
+            d = tl.where(cols < N, d, 0.0)
+        total += d
+        squares += d * d
+    offset, variance = _moments(total, squares, N)
+    rstd = tl.rsqrt(variance + eps)
+    mean = centre + offset
+
+    normed_ptr = x_ptr
+    if residual_out_ptr is not None:
+        # The sums were stored by other threads of this program.
+        tl.debug_barrier()
+        normed_ptr = residual_out_ptr
+    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    for start in tl.range(0, N, BLOCK):
+        cols = last - start + lanes
+        mask = _within(lanes < BLOCK, cols, N, EVEN)
+        x = widen(tl.load(normed_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first"), PTX)
+        y = _affine((x - mean) * rstd, weight_ptr, bias_ptr, cols, mask, ACTIVATION, PTX)
+        tl.store(y_ptr + cols, narrow(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
+    return unsupported_device(desc.device)
+
+
+def specialize(desc: Desc, config: configs.Config, ptx: bool) -> tuple[Any, Specialization]:
+    """The kernel and what it is compiled for; `ptx`: for an NVIDIA GPU."""
+    ptx = ptx and desc.dtype != torch.float32
+    present = desc.dtype if desc.has_residual else None
+    types = (
+        pointer(desc.dtype),
+        pointer(present),
+        pointer(desc.weight_dtype),
+        pointer(desc.bias_dtype),
+        pointer(desc.dtype),
+        pointer(present),
+        *("i32", "i32", "i64", "i64", "i64", "i64", "fp32"),
+    )
+    even = (
+        desc.hidden_size % config.block == 0 if config.chunks == 0 else desc.hidden_size == config.block * config.chunks
+    )
+    pointers_and_strides = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11) if desc.aligned else ()
+    multiples = pointers_and_strides + ((7,) if desc.hidden_size % 16 == 0 else ())
+    if config.chunks == 0:
+        constants = (config.block, even, desc.activation, ptx, LONG_LOAD_STAGES)
+        return layer_norm_long_kernel, Specialization(types, constants, multiples, config.num_warps)
+    constants = (config.block, config.chunks, config.rows, even, desc.activation, ptx)
+    return layer_norm_kernel, Specialization(types, constants, multiples, config.num_warps)
+
+
+LONG_LOAD_STAGES = 4
+"""Blocks in flight while a long row's statistics are taken."""
+
+
+@lru_cache(maxsize=4096)
+def _plan(desc: Desc) -> tuple[Any, int]:
+    """The loaded kernel and its grid."""
+    config = configs.choose(desc)
+    kernel, special = specialize(desc, config, uses_ptx())
+    return load(kernel, special, desc.device), -(-desc.num_rows // config.rows)
+
+
+def run(
+    desc: Desc,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    y: Tensor,
+    residual_out: Tensor | None,
+    strides: RowStrides,
+) -> None:
+    launch, grid = _plan(desc)
+    launch(
+        grid,
+        (x, residual, weight, bias, y, residual_out),
+        desc.num_rows,
+        desc.hidden_size,
+        strides.x,
+        strides.residual,
+        strides.y,
+        strides.residual_out,
+        eps,
+    )
