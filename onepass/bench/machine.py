@@ -69,6 +69,11 @@ def known_cache_bytes(device: torch.device) -> int:
     return max(sizes, default=0)
 
 
+def load() -> float:
+    """How many programs wanted a core in the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated now; 0 is never returned, a very large number where the system does not say."""
     if device.type == "cuda":

@@ -30,11 +30,11 @@ MIN_SAMPLES_A_ROUND = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """What a timer found. `kernel` is None where the device's part cannot be told from the call."""
+    """What a timer found. `call` and `host` are None where the kernel and the call are one thing: on a CPU."""
 
     method: str
-    kernel: Times | None
-    call: Times
+    kernel: Times
+    call: Times | None
     host: Times | None
     calls_per_sample: int
     page_faults: float | None = None
@@ -50,9 +50,8 @@ class Timer(Protocol):
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python's collector out of the samples; it is run once before."""
+    """Keep Python's collector out of the samples."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -90,9 +89,8 @@ class WallTimer:
             self._faults += _page_faults() - faults
 
     def result(self) -> Measured:
-        times = Times.of(self._samples_us)
         faults = self._faults / self._calls if resource else None
-        return Measured("wall clock", times, times, None, len(self._samples_of[0]), faults)
+        return Measured("wall clock", Times.of(self._samples_us), None, None, len(self._samples_of[0]), faults)
 
     def _take(self) -> list[Call]:
         calls = self._samples_of[self._next % len(self._samples_of)]

@@ -45,7 +45,7 @@ class GpuTimer:
             if replay_us < MIN_REPLAY_US and self._graph_calls < MAX_GRAPH_CALLS:
                 # The estimate held the host's time; the kernels alone are shorter, so more of them fit.
                 longer = math.ceil(1.2 * self._graph_calls * MIN_REPLAY_US / replay_us)
-                self._graph_calls = min(MAX_GRAPH_CALLS, longer)
+                self._graph, self._graph_calls = None, min(MAX_GRAPH_CALLS, longer)
                 self._graph = _capture(calls, self._graph_calls)
         except RuntimeError as error:  # what CUDA raises for a call that synchronises or allocates in a capture
             self._why_no_graph = str(error).strip().splitlines()[0]
@@ -72,7 +72,6 @@ class GpuTimer:
 
     def _replay_round(self, seconds: float) -> None:
         assert self._graph is not None
-        _replay_us(self._graph, 1)
         end, taken = time.perf_counter() + seconds, 0
         while taken < MIN_SAMPLES_A_ROUND or time.perf_counter() < end:
             batch = _replay_us(self._graph, MIN_SAMPLES_A_ROUND if taken == 0 else REPLAYS_A_BATCH)
@@ -166,6 +165,8 @@ def _capture(calls: list[Call], n: int) -> torch.cuda.CUDAGraph:
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph, n: int) -> list[float]:
+    """Time of n replays. One more goes before them: while it runs, the host queues the others without a gap."""
+    graph.replay()
     marks = [(_event(), _event()) for _ in range(n)]
     for start, stop in marks:
         start.record()

@@ -9,14 +9,18 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from onepass.bench.providers import COMPILE, EAGER, EAGER_WARM, ONEPASS, ONEPASS_OUT
-from onepass.bench.record import Ceilings, Machine, Row, Run
-from onepass.bench.table import bytes_text, figure
+from onepass.bench.record import Ceilings, Machine, Row, Run, Times
+from onepass.bench.table import bytes_text, duration, figure
 
-LAUNCH, CACHE, MEMORY, OTHER = "launch-bound", "cache-bound", "memory-bound", "compute-bound"
-# From this share of a copy's speed on, memory is what a kernel waits for.
-MEMORY_SHARE = 0.5
+LAUNCH, CACHE, MEMORY, OTHER = "launch-bound", "cache-bound", "memory-bound", "bound by neither"
+# From this share of a copy's speed on, moving bytes is what a kernel waits for.
+COPY_SHARE = 0.5
 # So many faults a call are more than the odd page: an output is mapped anew each time.
 MANY_FAULTS = 100
+# A quiet machine stays within this from p20 to p80; more than this part of the rows beyond it is a busy one.
+QUIET_SPREAD, BUSY_PART = 1.5, 0.2
+
+Case = list[Row]
 
 
 def read(run: Run) -> Iterator[str]:
@@ -24,80 +28,103 @@ def read(run: Run) -> Iterator[str]:
     cases = [list(rows) for _, rows in groupby(run.rows, key=lambda row: row.case)]
     for rows in cases:
         yield from _failures(rows)
+    yield from _busy(run)
     timed = [rows for rows in cases if any(row.kernel_us for row in rows)]
-    if not timed or run.ceilings is None:
-        return
-    yield from _headline(timed[0])
-    for dtype, of_dtype in groupby(timed, key=lambda rows: rows[0].dtype):
-        random = [rows for rows in of_dtype if rows[0].data == "random"]
-        yield from _bounds(dtype, random, run.machine, run.ceilings)
-    for rows in timed:
-        yield from _slower(rows)
-    for rows in timed:
-        yield from _page_faults(rows)
+    random = [rows for rows in timed if rows[0].data == "random"]
+    by_dtype = [[c for c in random if c[0].dtype == dtype] for dtype in dict.fromkeys(c[0].dtype for c in random)]
+    for of_dtype in by_dtype:
+        yield from _headline(of_dtype[0])
+    for of_dtype in by_dtype:
+        if run.ceilings is not None:
+            yield from _bounds(of_dtype, run.machine, run.ceilings)
+    for of_dtype in by_dtype:
+        yield from _page_faults(of_dtype)
+    for of_dtype in by_dtype:
+        yield from _slower(of_dtype)
     for rows in timed:
         if rows[0].data != "random":
             yield from _headline(rows)
+            yield from _slower([rows])
     yield from _odd_methods(run.rows)
+    if run.left_out:
+        yield f"Left out, because the time for a CPU was up: {', '.join(run.left_out)}."
 
 
-def bound(rows: Sequence[Row], machine: Machine, ceilings: Ceilings) -> str:
-    """What bounds a case: LAUNCH, CACHE, MEMORY or OTHER.
+def bound(rows: Sequence[Row], machine: Machine, peak_tbps: float) -> str:
+    """What bounds a case: LAUNCH, CACHE, MEMORY or OTHER. `peak_tbps` is the fastest copy of its kind in this run.
 
-    Launch-bound: even a copy spends more than half of its time on something else than moving bytes.
-    Cache-bound: what is read and written fits the last-level cache. Otherwise memory-bound, unless the best is
-    far from a copy: then arithmetic or its order is in the way.
+    Launch-bound: even a copy spends more than half of its time on something else than moving bytes. Otherwise
+    cache-bound where what is read and written fits the last-level cache, else memory-bound; but neither where
+    nobody comes near a copy: then arithmetic or latency is in the way.
     """
     row = next(row for row in rows if row.kernel_us)
-    fits = 0 < row.copy_bytes <= machine.cache_bytes
-    in_cache = fits and machine.device == "cpu"
-    peak_tbps = ceilings.cache_copy_tbps if in_cache else ceilings.copy_tbps
-    if row.copy_us and row.copy_bytes / peak_tbps / 1e6 < 0.5 * row.copy_us:
+    if _fits(row, machine) and row.copy_us and row.min_bytes / peak_tbps / 1e6 < 0.5 * row.copy_us:
         return LAUNCH
-    if fits:
-        return CACHE
-    best = max(row.copy_share or 0.0 for row in rows)
-    return MEMORY if best >= MEMORY_SHARE else OTHER
+    if max(row.copy_share or 0.0 for row in rows) < COPY_SHARE:
+        return OTHER
+    return CACHE if _fits(row, machine) else MEMORY
+
+
+def _fits(row: Row, machine: Machine) -> bool:
+    """Whether what a case reads and writes fits the last-level cache."""
+    return 0 < row.min_bytes <= machine.cache_bytes
+
+
+def _shape(row: Row) -> str:
+    return "×".join(map(str, row.shape))
 
 
 def _name(row: Row) -> str:
-    return f"{'×'.join(map(str, row.shape))} {row.dtype}" + ("" if row.data == "random" else f" ({row.data})")
+    return f"{_shape(row)} {row.dtype}" + ("" if row.data == "random" else f" ({row.data})")
+
+
+def _times(row: Row) -> Times:
+    assert row.kernel_us is not None
+    return row.kernel_us
 
 
 def _us(row: Row) -> str:
-    assert row.kernel_us is not None
-    us = row.kernel_us.p50
-    return f"{us / 1000:.3g} ms" if us >= 1000 else f"{figure(us)} µs"
+    return duration(_times(row).p50)
 
 
 def _best_own(rows: Sequence[Row]) -> Row | None:
     """The faster of ours: with a fresh output or with `out=`."""
     own = [row for row in rows if row.provider in (ONEPASS, ONEPASS_OUT) and row.kernel_us]
-    return min(own, key=lambda row: row.kernel_us.p50 if row.kernel_us else 0.0, default=None)
+    return min(own, key=lambda row: _times(row).p50, default=None)
 
 
 def _find(rows: Sequence[Row], provider: str) -> Row | None:
     return next((row for row in rows if row.provider == provider and row.kernel_us), None)
 
 
-def _failures(rows: Sequence[Row]) -> Iterator[str]:
+def _failures(rows: Case) -> Iterator[str]:
     for row in rows:
         if row.status == "wrong":
             yield f"WRONG: {row.provider} at {_name(row)}: {row.reason}. It was not timed."
 
 
-def _headline(rows: Sequence[Row]) -> Iterator[str]:
+def _busy(run: Run) -> Iterator[str]:
+    """A warning that comes before the figures it concerns."""
+    times = [row.kernel_us for row in run.rows if row.kernel_us]
+    scattered = sum(t.p80 > QUIET_SPREAD * t.p20 for t in times)
+    if scattered > BUSY_PART * len(times):
+        cores = f" on {run.machine.cores} cores" if run.machine.device == "cpu" else ""
+        yield (
+            f"This machine was busy (load {run.load:.1f}{cores} at the start): {scattered} of {len(times)} times "
+            f"scatter by more than {QUIET_SPREAD}× between p20 and p80. Take these figures as rough; repeat the run."
+        )
+
+
+def _headline(rows: Case) -> Iterator[str]:
     own, eager, compiled = _best_own(rows), _find(rows, EAGER), _find(rows, COMPILE)
-    if own is None or own.kernel_us is None or own.copy_us is None or own.copy_share is None:
+    if own is None or own.copy_share is None or own.copy_us is None:
         return
     parts = [f"{_name(own)}: {own.provider} takes {_us(own)}"]
     for other in (eager, compiled):
-        if other is not None and other.kernel_us is not None:
-            ratio = other.kernel_us.p50 / own.kernel_us.p50
-            parts.append(f"{other.provider} {_us(other)} ({figure(ratio)}×)")
-    floor_us = own.copy_share * own.kernel_us.p50
-    text = ", ".join(parts) + f". The floor is {figure(floor_us)} µs, what a copy of the same bytes takes here"
-    text += f"; {own.provider} is at {own.copy_share:.0%} of its speed."
+        if other is not None:
+            parts.append(f"{other.provider} {_us(other)} ({figure(_times(other).p50 / _times(own).p50)}×)")
+    text = ", ".join(parts) + f". The floor is {duration(own.copy_us)}, what a copy of the same bytes takes here: "
+    text += f"{own.provider} is at {own.copy_share:.0%} of a copy's speed."
     if eager is not None and own.min_bytes:
         text += (
             f" Eager moves {bytes_text(eager.model_bytes)} where {bytes_text(own.min_bytes)} are needed:"
@@ -106,61 +133,76 @@ def _headline(rows: Sequence[Row]) -> Iterator[str]:
     yield text
 
 
-def _bounds(dtype: str, cases: list[list[Row]], machine: Machine, ceilings: Ceilings) -> Iterator[str]:
+def _bounds(cases: list[Case], machine: Machine, ceilings: Ceilings) -> Iterator[str]:
     """One sentence a kind of bound, with its sizes and how far the best of ours is from the floor."""
-    kinds: dict[str, list[list[Row]]] = {}
+    # A CPU's small tensors stay in its cache, so their copies are held against copies there.
+    copies = [rows[0] for rows in cases if rows[0].copy_us and _fits(rows[0], machine)]
+    in_cache = [row.min_bytes / row.copy_us / 1e6 for row in copies if row.copy_us] if machine.device == "cpu" else []
+    peak_tbps = max([ceilings.cache_copy_tbps, *in_cache]) if machine.device == "cpu" else ceilings.copy_tbps
+    kinds: dict[str, list[Case]] = {}
     for rows in cases:
-        kinds.setdefault(bound(rows, machine, ceilings), []).append(rows)
-    cold = "; measured cold, as after other layers" if machine.device != "cpu" else ""
-    start = "a kernel" if machine.device != "cpu" else "a call"
+        kinds.setdefault(bound(rows, machine, peak_tbps), []).append(rows)
+    gpu = machine.device != "cpu"
+    start = "a kernel" if gpu else "a call"
+    cold = "; measured cold, as after other layers" if gpu else ""
     why = {
-        LAUNCH: f"starting {start} takes longer than moving the bytes, also for a copy, "
-        f"and the smallest kernel takes {figure(ceilings.tiny_kernel_us)} µs",
-        CACHE: f"fits the last-level cache of {bytes_text(machine.cache_bytes)}{cold}",
-        MEMORY: f"a copy reaches {figure(ceilings.copy_tbps * 1000)} GB/s here, and no pass can beat it",
-        OTHER: "memory is not the limit: no provider reaches half of a copy's speed",
+        LAUNCH: f"starting {start} takes longer than moving the bytes, even for a copy. The floor is the smallest "
+        f"{'kernel' if gpu else 'call'}, {duration(ceilings.tiny_kernel_us)}",
+        CACHE: f"input and output fit the last-level cache of {bytes_text(machine.cache_bytes)}{cold}",
+        MEMORY: f"a copy reaches {figure(ceilings.copy_tbps * 1000)} GB/s here, and one pass cannot beat it",
+        OTHER: "a copy is more than twice as fast as the best provider: arithmetic or latency is in the way, not bytes",
     }
     for kind in (LAUNCH, CACHE, MEMORY, OTHER):
         if kind in kinds:
-            sizes = []
-            for rows in kinds[kind]:
-                own = _best_own(rows)
-                at = f" (at {own.copy_share:.0%} of the copy)" if own is not None and own.copy_share else ""
-                sizes.append("×".join(map(str, rows[0].shape)) + at)
-            yield f"{dtype}, {kind}: {', '.join(sizes)}. {why[kind][0].upper()}{why[kind][1:]}."
+            sizes = [f"{_shape(rows[0])}{_share(_best_own(rows))}" for rows in kinds[kind]]
+            yield f"{cases[0][0].dtype}, {kind}: {', '.join(sizes)}: {why[kind]}."
 
 
-def _slower(rows: Sequence[Row]) -> Iterator[str]:
-    """Where somebody beats ours by more than the spread."""
-    own = _best_own(rows)
-    if own is None or own.kernel_us is None:
-        return
-    for row in rows:
-        if row.provider in (ONEPASS, ONEPASS_OUT) or row.kernel_us is None:
+def _share(own: Row | None) -> str:
+    return f" ({own.copy_share:.0%} of a copy)" if own is not None and own.copy_share else ""
+
+
+def _page_faults(cases: list[Case]) -> Iterator[str]:
+    """What of eager's time is page faults, at the size where they cost most, and the other sizes by name."""
+    found = []
+    for rows in cases:
+        eager, warm = _find(rows, EAGER), _find(rows, EAGER_WARM)
+        if eager is None or warm is None:
             continue
-        if row.kernel_us.p80 < own.kernel_us.p20:
-            ratio = own.kernel_us.p50 / row.kernel_us.p50
-            against = f"{_us(row)} against {_us(own)}, {figure(ratio)}×"
-            yield f"{row.provider} is faster than {own.provider} at {_name(row)}: {against}."
-
-
-def _page_faults(rows: Sequence[Row]) -> Iterator[str]:
-    eager, warm, own = _find(rows, EAGER), _find(rows, EAGER_WARM), _find(rows, ONEPASS_OUT)
-    if eager is None or warm is None or eager.kernel_us is None or warm.kernel_us is None:
+        faults = (eager.page_faults or 0.0) - (warm.page_faults or 0.0)
+        lost_us = _times(eager).p50 - _times(warm).p50
+        if faults >= MANY_FAULTS and lost_us > 0:
+            found.append((lost_us, faults, eager, warm, _find(rows, ONEPASS_OUT)))
+    if not found:
         return
-    faults = (eager.page_faults or 0.0) - (warm.page_faults or 0.0)
-    lost_us = eager.kernel_us.p50 - warm.kernel_us.p50
-    if faults < MANY_FAULTS or lost_us <= 0:
-        return
+    lost_us, faults, eager, warm, own = max(found, key=lambda item: item[0])
     text = (
-        f"Page faults at {_name(eager)}: eager takes {_us(eager)} as users call it and {_us(warm)} on a warm heap. "
-        f"The rest, {lost_us / eager.kernel_us.p50:.0%}, is {faults:,.0f} page faults a call "
-        f"({figure(lost_us / faults)} µs each): fresh outputs this large come from the system each time."
+        f"Page faults: at {_name(eager)} eager takes {_us(eager)} as users call it and {_us(warm)} on a warm heap. "
+        f"The rest, {lost_us / _times(eager).p50:.0%}, is {faults:,.0f} page faults a call "
+        f"({duration(lost_us / faults)} each): a fresh output this large comes from the system each time."
     )
     if own is not None and own.speedup and own.warm_speedup:
         gains = f"{figure(own.speedup)}× over the first and {figure(own.warm_speedup)}× over the second"
         text += f" {own.provider} gains {gains}: only the second is fusion."
-    yield text
+    others = [f"{_shape(e)} ({lost / _times(e).p50:.0%})" for lost, _, e, _, _ in found if e is not eager]
+    yield text + (f" Page faults also at {', '.join(others)}." if others else "")
+
+
+def _slower(cases: list[Case]) -> Iterator[str]:
+    """Where somebody beats ours by more than the spread, a sentence a provider."""
+    faster: dict[str, list[str]] = {}
+    for rows in cases:
+        own = _best_own(rows)
+        for row in rows if own is not None else ():
+            if row.provider in (ONEPASS, ONEPASS_OUT, EAGER_WARM) or row.kernel_us is None:
+                continue
+            assert own is not None
+            if row.kernel_us.p80 < _times(own).p20:
+                ratio = _times(own).p50 / row.kernel_us.p50
+                text = f"{_name(row)} ({_us(row)} against {_us(own)}, {figure(ratio)}×)"
+                faster.setdefault(row.provider, []).append(text)
+    for provider, where in faster.items():
+        yield f"{provider} is faster than {ONEPASS} at {', '.join(where)}."
 
 
 def _odd_methods(rows: Sequence[Row]) -> Iterator[str]:

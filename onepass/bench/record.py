@@ -16,17 +16,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onepass.errors import OutputFolderError
 
+if TYPE_CHECKING:
+    import torch
+
 FORMAT = 1
+DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
 class Times:
-    """Percentiles of time per call in microseconds, over `samples` samples."""
+    """Percentiles of time per call in microseconds, over `samples` samples; `best` is the shortest."""
 
+    best: float
     p20: float
     p50: float
     p80: float
@@ -44,7 +49,7 @@ class Times:
             high = min(low + 1, len(ordered) - 1)
             return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
-        return cls(at(0.2), at(0.5), at(0.8), at(0.99), len(ordered))
+        return cls(ordered[0], at(0.2), at(0.5), at(0.8), at(0.99), len(ordered))
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,11 @@ class Row:
     `status` is "ok", "wrong" (checked and not timed), "unavailable" or "failed"; `reason` says why when not ok.
     `min_bytes` is what any implementation must move; `model_bytes` is what this one moves if every kernel of it
     reads its inputs and writes its outputs once. `bandwidth_tbps` is model_bytes over the kernel time.
-    `copy_us` is a copy of `copy_bytes` (read and written together) timed in the same run and the same way;
-    `copy_share` is the time a copy would need for min_bytes over the kernel time: 1 is a copy's speed.
-    `speedup` is over 'eager' in kernel time, `call_speedup` in call time, `warm_speedup` over 'eager, warm heap'.
+    `copy_us` is a copy that moves min_bytes, read and written together, timed in the same run and the same way;
+    `copy_share` is that time over the kernel time: 1 is a copy's speed. `tensor_bytes` is the size of the main input.
+    `call_us` is the time as a user makes it, `host_us` the part of it that Python takes; on a CPU there is only one
+    time, `kernel_us`. `page_faults` counts a call's. `speedup` is over 'eager' in kernel time, `call_speedup` in
+    call time, `warm_speedup` over 'eager, warm heap'.
     """
 
     op: str
@@ -80,21 +87,16 @@ class Row:
     launches: float | None = None
     launches_from: str = ""
     page_faults: float | None = None
+    tensor_bytes: int = 0
     min_bytes: int = 0
     model_bytes: int = 0
     flops: int = 0
     bandwidth_tbps: float | None = None
     copy_us: float | None = None
-    copy_bytes: int = 0
     copy_share: float | None = None
     speedup: float | None = None
     call_speedup: float | None = None
     warm_speedup: float | None = None
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of the main tensor: what the copy reads."""
-        return self.copy_bytes // 2
 
     @property
     def case(self) -> tuple[str, tuple[int, ...], str, str]:
@@ -104,7 +106,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches in the same run: bandwidths in TB/s (read + written), matmul in TFLOP/s."""
+    """What this machine reaches in the same run, at best: bandwidths in TB/s (read + written), matmul in TFLOP/s."""
 
     copy_tbps: float
     copy_bytes: int
@@ -131,7 +133,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Run:
-    """All rows of one run, with what is needed to repeat and to judge it."""
+    """All rows of one run, with what is needed to repeat and to judge it.
+
+    `load` is how many programs wanted a core in the minute before it began; `left_out` are the cases that its time
+    limit left out.
+    """
 
     name: str
     command: str
@@ -142,7 +148,14 @@ class Run:
     ceilings: Ceilings | None = None
     reading: tuple[str, ...] = ()
     seconds: float = 0.0
+    load: float = 0.0
+    left_out: tuple[str, ...] = ()
     format: int = field(default=FORMAT)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name that tables and files use."""
+    return DTYPE_NAMES[str(dtype).removeprefix("torch.")]
 
 
 def write_json(run: Run, path: Path) -> None:
@@ -179,7 +192,7 @@ def load(path: Path) -> Run:
         raise ValueError(f"{path}: expected a run of format {FORMAT}")
     raw["machine"] = Machine(**raw["machine"])
     raw["ceilings"] = Ceilings(**raw["ceilings"]) if raw["ceilings"] else None
-    raw["reading"] = tuple(raw["reading"])
+    raw["reading"], raw["left_out"] = tuple(raw["reading"]), tuple(raw["left_out"])
     raw["rows"] = tuple(_row(r) for r in raw["rows"])
     return Run(**raw)
 
@@ -245,7 +258,7 @@ def _flat(row: Row) -> dict[str, Any]:
     for f in dataclasses.fields(row):
         value = getattr(row, f.name)
         if f.name in ("kernel_us", "call_us", "host_us"):
-            for key in ("p20", "p50", "p80", "p99", "samples"):
+            for key in ("best", "p20", "p50", "p80", "p99", "samples"):
                 figure = getattr(value, key) if value else None
                 line[f"{f.name.removesuffix('_us')}_{key}{'' if key == 'samples' else '_us'}"] = _plain(figure)
         else:

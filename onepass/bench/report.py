@@ -16,8 +16,7 @@ from onepass import dispatch, settings
 from onepass.bench import machine
 from onepass.bench.check import Truth
 from onepass.bench.providers import failures, first_line
-from onepass.bench.record import check_folder
-from onepass.bench.sweep import dtype_name
+from onepass.bench.record import check_folder, dtype_name
 from onepass.bench.table import bytes_text
 from onepass.errors import NoBackendError, OutputFolderError
 from onepass.ops import spec as specs
@@ -51,32 +50,32 @@ def print_doctor(console: Console) -> bool:
     """Machine, backends, compilers and optional packages; whether every op has a backend that works here."""
     for device in _devices():
         facts = machine.describe(device)
-        cache = bytes_text(facts.cache_bytes) if facts.cache_bytes else "unknown"
-        units = "SMs" if device.type == "cuda" else "cores"
-        line = f"{device}: {facts.name}, {facts.cores} {units}, {bytes_text(facts.memory_bytes)}, last cache {cache}"
-        console.print(Text(line, style="bold"))
+        cache = bytes_text(facts.cache_bytes) if facts.cache_bytes else "of unknown size"
+        units = f"{facts.cores} SMs, " if device.type == "cuda" else ""
+        text = f"{device}: {facts.name}, {units}{bytes_text(facts.memory_bytes)}, last-level cache {cache}"
+        console.print(Text(text, style="bold"))
     console.print(Text(", ".join(f"{name} {version}" for name, version in machine.versions().items()), style="dim"))
     console.print()
-    healthy = True
+    healthy, working = True, set()
     for op in dispatch.TABLE:
         for device in _devices():
-            works = False
-            for name, reason in _backends(op, device):
-                works = works or (not reason and name != "reference")
-                _line(console, not reason, f"{op} on {device.type}: {name}", reason or "runs, and its result is right")
-            healthy = healthy and works
+            found = dict(_backends(op, device))
+            good = [name for name, reason in found.items() if not reason]
+            working.update(good)
+            healthy = healthy and any(name != "reference" for name in good)
+            for name, reason in found.items():
+                _line(console, not reason, f"{op} on {device}: {name}", reason or "runs, and its result is right")
+    for name in HOW_TO_GET:
+        if name not in working:
+            console.print(Text(f"To get the backend '{name}': {HOW_TO_GET[name]}"))
     console.print()
-    _line(
-        console,
-        _has_compiler(),
-        "C++ compiler",
-        "for torch.compile on a CPU"
-        if _has_compiler()
-        else "none on the path: torch.compile on a CPU is left out of benchmarks; apt install g++",
-    )
+    compiler = "for torch.compile on a CPU"
+    if not _has_compiler():
+        compiler += ": none on the path, so benchmarks leave it out; install g++ or clang"
+    _line(console, _has_compiler(), "C++ compiler", compiler)
     for module, purpose, command in OPTIONAL:
-        found = importlib.util.find_spec(module) is not None
-        _line(console, found, module, purpose if found else f"{purpose}: {command}")
+        present = importlib.util.find_spec(module) is not None
+        _line(console, present, module, purpose if present else f"{purpose}: {command}")
     console.print()
     print_cache(console)
     return healthy
@@ -137,7 +136,7 @@ def _backends(op: str, device: torch.device) -> Iterator[tuple[str, str]]:
         except NoBackendError:
             with dispatch.backend(name):
                 reasons = "; ".join(dispatch.explain(op, **inputs).reasons[name])
-            yield name, reasons + (f" (needs {HOW_TO_GET[name]})" if name in HOW_TO_GET else "")
+            yield name, reasons
         except failures() as error:
             yield name, first_line(error)
 

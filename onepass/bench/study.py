@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,16 @@ import torch
 from onepass.bench import machine as machines
 from onepass.bench.ceilings import measure_ceilings
 from onepass.bench.reading import read
-from onepass.bench.record import Run, write_csv, write_json
+from onepass.bench.record import Row, Run, write_csv, write_json
 from onepass.bench.sweep import Case, OnStep, count_steps, run_case
 from onepass.bench.warm_heap import WarmHeap
 from onepass.errors import UnknownNameError
 from onepass.ops import spec as specs
 
 STUDIES = ("layer_norm_silu",)
+# A CPU is slow and may be busy: the last shapes are left out rather than a user kept waiting.
+SECONDS_ON_CPU = 140
+MAX_ELEMENTS_ON_CPU = 2**24
 REAL_DATA = "SmolLM2-135M hidden states"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,11 +63,10 @@ def plan_study(name: str, device: torch.device, dtypes: Sequence[torch.dtype] = 
 
 
 def plan_bench(op: str, device: torch.device, dtypes: Sequence[torch.dtype] = ()) -> Plan:
-    """The sweep that an op's spec names; on a CPU the shapes no larger than a headline of 16 Mi elements."""
-    spec = specs.load(op)
-    shapes = spec.shapes
+    """The sweep that an op's spec names, the largest first; on a CPU the shapes of up to 16 Mi elements."""
+    shapes = sorted(specs.load(op).shapes, key=math.prod, reverse=True)
     if device.type == "cpu":
-        shapes = tuple(shape for shape in shapes if torch.Size(shape).numel() <= 2**24)
+        shapes = [shape for shape in shapes if math.prod(shape) <= MAX_ELEMENTS_ON_CPU]
     return _plan(op, op, shapes, device, dtypes)
 
 
@@ -72,7 +75,7 @@ def _plan(
 ) -> Plan:
     spec = specs.load(op)
     chosen = tuple(dtypes) or ((torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16))
-    cases = tuple(Case(spec, shape, dtype, device) for dtype in chosen for shape in shapes)
+    cases = tuple(Case(spec, shape, dtype, device) for shape in shapes for dtype in chosen)
     return Plan(name, device, chosen, cases)
 
 
@@ -99,13 +102,18 @@ def add_real(plan: Plan, progress: Callable[[str], None] | None = None) -> Plan:
 
 def run_plan(plan: Plan, command: str, on_step: OnStep = lambda text: None) -> Run:
     """Measure everything and read it; writes nothing."""
-    start = time.monotonic()
+    start, load = time.monotonic(), machines.load()
     on_step("ceilings of this machine")
     ceilings = measure_ceilings(plan.device, list(plan.dtypes))
-    rows = []
+    rows: list[Row] = []
+    left_out: list[str] = []
     with WarmHeap() as heap:
         for case in plan.cases:
-            rows += run_case(case, heap, on_step)
+            late = plan.device.type == "cpu" and time.monotonic() - start > SECONDS_ON_CPU
+            if late and not case.given:
+                left_out.append(case.title)
+            else:
+                rows += run_case(case, heap, on_step)
     run = Run(
         name=plan.name,
         command=command,
@@ -115,6 +123,8 @@ def run_plan(plan: Plan, command: str, on_step: OnStep = lambda text: None) -> R
         rows=tuple(rows),
         ceilings=ceilings,
         seconds=time.monotonic() - start,
+        load=load,
+        left_out=tuple(left_out),
     )
     return replace(run, reading=tuple(read(run)))
 

@@ -31,6 +31,8 @@ class Mark:
     colour: str
     marker: str
     line: str
+    size: float
+    layer: int
 
 
 # Okabe and Ito's palette; on dark the same hues, lighter.
@@ -79,7 +81,9 @@ _MARKERS = {
 def mark(provider: str, theme: Theme) -> Mark:
     key = provider if provider in _MARKERS else ""
     marker, line = _MARKERS[key]
-    return Mark(theme.colours[key], marker, line)  # type: ignore[arg-type]
+    # The two forms of ours often coincide: the one below is drawn larger, so that both are seen.
+    size = 6.5 if provider == ONEPASS_OUT else 4.5
+    return Mark(theme.colours[key], marker, line, size, 4 if provider == ONEPASS else 3)  # type: ignore[arg-type]
 
 
 def new_figure(theme: Theme, width: float, height: float) -> Any:

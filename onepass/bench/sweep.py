@@ -18,7 +18,7 @@ from onepass.bench.check import Truth, Verdict, main_tensor
 from onepass.bench.machine import cache_bytes, free_memory
 from onepass.bench.measure import Call, Measured, Timer, WallTimer
 from onepass.bench.providers import EAGER, EAGER_WARM, Function, Provider, failures, first_line, providers_for
-from onepass.bench.record import Row, Times
+from onepass.bench.record import Row, Times, dtype_name
 from onepass.bench.warm_heap import WarmHeap
 from onepass.ops.spec import Inputs, OpSpec, tensor_bytes
 
@@ -62,10 +62,13 @@ def run_case(case: Case, heap: WarmHeap, on_step: OnStep = lambda text: None) ->
     too_large = _too_large(case)
     if too_large:
         return [replace(_blank(case, p), status="unavailable", reason=too_large) for p in providers]
+    # What exists already is no garbage; without this every graph capture would look through all of it.
+    gc.freeze()
     with torch.no_grad(), _on(case.device):
         try:
             return _Comparison(case, providers, heap, on_step).rows()
         finally:
+            gc.unfreeze()
             gc.collect()
             if case.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -116,8 +119,7 @@ class _Comparison:
         for provider in self._providers:
             if provider.name in timers:
                 rows[provider.name] = self._with_launches(rows[provider.name], provider)
-        main = main_tensor(self._inputs[0])
-        return compare_rows(list(rows.values()), copy.result(), 2 * tensor_bytes(main))
+        return compare_rows(list(rows.values()), copy.result())
 
     def _check(self, provider: Provider, function: Function) -> Verdict:
         verdict: Verdict | None = None
@@ -142,8 +144,13 @@ class _Comparison:
         return _make_timer(case.device, [bind(function, i, o) for i, o in zip(self._inputs, outs, strict=True)])
 
     def _copy_timer(self) -> Timer:
-        sources = [main_tensor(inputs) for inputs in self._inputs]
-        calls: list[Call] = [partial(torch.empty_like(source).copy_, source) for source in sources]
+        """A copy that moves as many bytes as the op must: half of them read, half of them written."""
+        calls: list[Call] = []
+        for inputs in self._inputs:
+            main = main_tensor(inputs).reshape(-1)
+            count = max(1, self._case.spec.bytes_moved(inputs) // 2 // main.element_size())
+            source = main.repeat(math.ceil(count / main.numel()))[:count]
+            calls.append(partial(torch.empty_like(source).copy_, source))
         return _make_timer(self._case.device, calls)
 
     def _measure(self, timers: dict[str, Timer], copy: Timer) -> None:
@@ -190,14 +197,8 @@ def bind(function: Function, inputs: Inputs, out: Inputs) -> Call:
     return partial(function, **inputs, **out)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The short name that tables and file names use."""
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-
-
-def compare_rows(rows: list[Row], copy: Measured, copy_bytes: int) -> list[Row]:
+def compare_rows(rows: list[Row], copy: Measured) -> list[Row]:
     """Fill in what a row owes to the others of its case: the share of the copy and the speed-ups."""
-    assert copy.kernel is not None
     by_name = {row.provider: row for row in rows}
     eager, warm = by_name.get(EAGER), by_name.get(EAGER_WARM)
 
@@ -208,13 +209,11 @@ def compare_rows(rows: list[Row], copy: Measured, copy_bytes: int) -> list[Row]:
     compared = []
     for row in rows:
         kernel = row.kernel_us
-        floor_us = copy.kernel.p50 * row.min_bytes / copy_bytes if copy_bytes else 0.0
         compared.append(
             replace(
                 row,
                 copy_us=copy.kernel.p50,
-                copy_bytes=copy_bytes,
-                copy_share=floor_us / kernel.p50 if kernel else None,
+                copy_share=copy.kernel.p50 / kernel.p50 if kernel else None,
                 bandwidth_tbps=row.model_bytes / kernel.p50 / 1e6 if kernel else None,
                 speedup=ratio(eager, row, lambda r: r.kernel_us),
                 call_speedup=ratio(eager, row, lambda r: r.call_us),
@@ -245,6 +244,7 @@ def _blank(case: Case, provider: Provider, inputs: Inputs | None = None) -> Row:
     least = spec.bytes_moved(inputs)
     return replace(
         row,
+        tensor_bytes=tensor_bytes(main_tensor(inputs)),
         min_bytes=least,
         model_bytes=least if provider.one_pass else spec.unfused_bytes(inputs),
         flops=spec.flops(inputs),
@@ -288,7 +288,7 @@ def _too_large(case: Case) -> str:
     if case.given:
         return ""
     # Each provider keeps fresh results of all sets; inputs are drawn in float32 first.
-    need = _set_bytes(case) * (_count_sets(case) + 2) * (5 if case.device.type == "cuda" else 3)
+    need = _set_bytes(case) * (_count_sets(case) + 2) * (6 if case.device.type == "cuda" else 3)
     free = free_memory(case.device)
     return f"needs about {need / 1e9:.0f} GB, {free / 1e9:.0f} GB are free" if need > free else ""
 

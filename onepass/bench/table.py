@@ -62,8 +62,8 @@ def case_title(row: Row) -> str:
     """Shape, dtype, size of the main tensor and its copy."""
     shape = "×".join(map(str, row.shape))
     data = "" if row.data == "random" else f", {row.data}"
-    size = f", {bytes_text(row.tensor_bytes)}" if row.copy_bytes else ""
-    copy = f", copy {figure(row.copy_us)} µs" if row.copy_us else ""
+    size = f", {bytes_text(row.tensor_bytes)}" if row.tensor_bytes else ""
+    copy = f", copy {duration(row.copy_us)}" if row.copy_us else ""
     return f"{shape} {row.dtype}{size}{copy}{data}"
 
 
@@ -75,9 +75,14 @@ def figure(value: float | None, suffix: str = "") -> str:
     return f"{value:,.{digits}f}{suffix}"
 
 
+def duration(us: float) -> str:
+    """Three significant digits with the unit that suits."""
+    return f"{figure(us)} µs" if us < 1000 else f"{figure(us / 1000)} ms"
+
+
 def bytes_text(count: float) -> str:
     for unit in ("B", "KB", "MB"):
-        if count < 1024:
+        if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} GB"

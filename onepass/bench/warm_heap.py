@@ -94,9 +94,8 @@ class WarmHeapTimer:
 
     def result(self) -> Measured:
         raw = self._heap.ask("result")
-        times = Times(**raw["call"])
         method = raw["method"] + ", mallopt(M_MMAP_MAX=0)"
-        return Measured(method, times, times, None, raw["calls_per_sample"], raw["page_faults"])
+        return Measured(method, Times(**raw["kernel"]), None, None, raw["calls_per_sample"], raw["page_faults"])
 
 
 def keep_freed_memory() -> None:
