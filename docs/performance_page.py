@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from onepass.bench import record
-from onepass.bench.providers import COMPILE, EAGER, EAGER_WARM, ONEPASS, ONEPASS_OUT
+from onepass.bench.providers import EAGER, EAGER_WARM, ONEPASS, ONEPASS_OUT
 from onepass.bench.record import Row, Run
 from onepass.bench.sweep import RANDOM
 from onepass.bench.table import figure
@@ -19,10 +19,9 @@ RESULTS = ROOT / "results"
 # The folders whose runs the docs show. `make run` writes to a folder named after the machine it runs on, which is not
 # one of these and which git ignores.
 SHOWN = ("h200", "cpu")
-DARK = "-dark"
-
-# Providers whose outputs are fresh are compared with each other; the others have a baseline of their own.
-BASELINES = {ONEPASS: (EAGER, COMPILE), ONEPASS_OUT: (EAGER_WARM,)}
+# The run that the README and fusion.md quote.
+STUDY = "layer_norm_silu"
+OURS = (ONEPASS, ONEPASS_OUT)
 NO_RESULTS = "No results are kept under `results/` yet. `make run` measures this machine."
 
 
@@ -44,7 +43,7 @@ def page() -> str:
     )
     for path, run in found:
         parts += [f"## {run.name} on {run.machine.name}", _facts(path, run)]
-        parts += [picture(image, run, "../") for image in images(path, run)]
+        parts += [picture(image, run, "../") for image in (main_image(path, run), roofline(path, run)) if image]
         if run.reading:
             parts.append("\n".join(f"- {line}" for line in run.reading))
         for (op, dtype, data), rows in _tables(run.rows):
@@ -54,13 +53,12 @@ def page() -> str:
 
 def headline() -> str:
     """For the README: one figure, and the headline size on every machine."""
-    found = [(path, run) for path, run in runs() if _at(run.rows, HEADLINE)]
+    found = [(path, run) for path, run in runs() if run.name == STUDY]
     if not found:
         return NO_RESULTS
     parts = []
-    pictures = [(run, image) for path, run in found for image in images(path, run)[:1]]
-    if pictures:
-        run, image = pictures[0]
+    path, run = found[0]
+    if image := main_image(path, run):
         parts.append(picture(image, run, ""))
     lines = [
         "| machine | dtype | provider | time, µs | speed-up | copy share |",
@@ -80,9 +78,9 @@ def headline() -> str:
 def fusion() -> str:
     """For fusion.md: ceilings of every machine, and the pair's bytes and times at its smallest and headline size."""
     parts = []
-    for _, run in runs():
+    for path, run in runs():
         rows = [r for r in run.rows if r.data == RANDOM and r.dtype == "bf16" and r.kernel_us]
-        if not rows:
+        if run.name != STUDY or not rows:
             continue
         parts.append(f"**{run.machine.name}**, {run.date[:10]}, `{run.command}`")
         if run.ceilings:
@@ -93,6 +91,8 @@ def fusion() -> str:
                 f"smallest kernel {figure(c.tiny_kernel_us)} µs. A matrix product reaches that when every byte carries "
                 f"{flops / c.copy_tbps:.0f} operations or more."
             )
+        if image := roofline(path, run):
+            parts.append(picture(image, run, "../"))
         smallest = min((r.shape for r in rows), key=math.prod)
         lines = [
             "| size, bf16 | provider | launches | MB moved, by the model | time, µs | speed-up |",
@@ -109,18 +109,25 @@ def fusion() -> str:
     return "\n\n".join([*parts, _speedup_note()]) if parts else NO_RESULTS
 
 
-def images(path: Path, run: Run) -> list[Path]:
-    """The run's pictures: those beside its file whose name begins with the run's, without their dark variants."""
-    return sorted(p for p in path.parent.glob(f"{run.name}*.png") if not p.stem.endswith(DARK))
+def main_image(path: Path, run: Run) -> Path | None:
+    """The picture of speed-ups that a run wrote beside its file."""
+    return _existing(path.with_name(f"{run.name}.png"))
+
+
+def roofline(path: Path, run: Run) -> Path | None:
+    """The roofline of a run, where it was asked for one."""
+    return _existing(path.with_name(f"{run.name}-roofline.png"))
+
+
+def _existing(path: Path) -> Path | None:
+    return path if path.exists() else None
 
 
 def picture(image: Path, run: Run, to_root: str) -> str:
     """An image of a run, in its dark variant where the reader's page is dark."""
     name = f"{to_root}{image.relative_to(ROOT)}"
-    text = f'<img alt="{run.name} on {run.machine.name}" src="{name}">'
-    if not image.with_stem(image.stem + DARK).exists():
-        return text
-    dark = name.replace(image.name, image.with_stem(image.stem + DARK).name)
+    text = f'<img alt="{image.stem} on {run.machine.name}" src="{name}">'
+    dark = name.removesuffix(".png") + "-dark.png"
     return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{text}</picture>'
 
 
@@ -150,7 +157,7 @@ def _tables(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, str, str], list[Ro
 def _table(rows: list[Row]) -> list[str]:
     """One line a size, one column a provider; then why providers are missing."""
     providers = list(dict.fromkeys(r.provider for r in rows))
-    ours = [name for name in providers if name in BASELINES]
+    ours = [name for name in providers if name in OURS]
     heads = [
         "size",
         *providers,
