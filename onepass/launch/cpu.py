@@ -17,9 +17,10 @@ from llvmlite import binding
 from numba import njit, types
 from numba.core import config as _numba_config
 
-from onepass.launch import cpu_cache, cpu_math, cpu_vector
+from onepass.launch import cpu_cache, cpu_math, cpu_memory, cpu_vector
+from onepass.launch.cpu_memory import Pointer
 from onepass.launch.cpu_threads import run_rows
-from onepass.launch.cpu_vector import Choice, Pointer
+from onepass.launch.cpu_vector import Choice
 
 __all__ = ["Kernel", "choice", "kernel", "missing_features", "pointer", "run_rows", "streams"]
 
@@ -47,7 +48,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
-        sources = (inspect.getfile(function), cpu_math.__file__, cpu_vector.__file__)
+        sources = (inspect.getfile(function), __file__, cpu_math.__file__, cpu_memory.__file__, cpu_vector.__file__)
         name = f"{Path(sources[0]).parent.name}.{function.__name__}"
         dispatcher._cache = cpu_cache.KernelCache(name, sources)
         self._dispatcher = dispatcher

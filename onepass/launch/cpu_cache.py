@@ -63,8 +63,8 @@ class KernelCache(_Cache):
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a compiled kernel. Where that fails, a warning says so: the kernel itself works."""
         payload = dumps(data._reduce())
-        path = self._file(sig, data.codegen)
         try:
+            path = self._file(sig, data.codegen)
             descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
             try:
                 with os.fdopen(descriptor, "wb") as file:
@@ -75,7 +75,7 @@ class KernelCache(_Cache):
                 raise
         except OSError as error:
             warnings.warn(
-                f"a compiled kernel cannot be kept in {path.parent} ({error.strerror})",
+                f"a compiled kernel cannot be kept in {self.cache_path} ({error.strerror})",
                 CacheNotWritableWarning,
                 stacklevel=2,
             )

@@ -14,6 +14,7 @@ from onepass.launch.cpu_vector import (
     maximum,
     minimum,
     multiply_add,
+    polynomial,
     splat,
 )
 
@@ -25,20 +26,23 @@ _LOG2_E = 1.0 / math.log(2.0)
 _LN2_HIGH = 0.693359375
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
 _ROUND_TO_INTEGER = 1.5 * 2.0**23 + 126.0
-# 2 · e^r = 2 + 2r + … for |r| ≤ ln 2 / 2, fitted for the least relative error: 0.05 ulp.
-_EXP_2, _EXP_3, _EXP_4, _EXP_5, _EXP_6 = (
-    2 * 0.49999993443853524,
-    2 * 0.16666520573371146,
-    2 * 0.04166838873544145,
-    2 * 0.008368723954318957,
+# 2 · e^-r for |r| ≤ ln 2 / 2, fitted for the least relative error: 0.05 ulp.
+_twice_exp_minus = polynomial(
     2 * 0.0013814583747117483,
+    -2 * 0.008368723954318957,
+    2 * 0.04166838873544145,
+    -2 * 0.16666520573371146,
+    2 * 0.49999993443853524,
+    -2.0,
+    2.0,
 )
-# 2 · 2^f = 2 + … for |f| ≤ 1/2, fitted likewise: 2^-18.
-_EXP2_1, _EXP2_2, _EXP2_3, _EXP2_4 = (
-    2 * 0.6931241756775087,
-    2 * 0.24024099794717838,
-    2 * 0.05590658251125794,
+# 2 · 2^-f for |f| ≤ 1/2, fitted likewise: 2^-18.
+_twice_exp2_minus = polynomial(
     2 * 0.009582837668991463,
+    -2 * 0.05590658251125794,
+    2 * 0.24024099794717838,
+    -2 * 0.6931241756775087,
+    2.0,
 )
 
 
@@ -49,13 +53,7 @@ def exp_minus(x: Any) -> Any:
     shifted = multiply_add(x, splat(-_LOG2_E), splat(_ROUND_TO_INTEGER))
     n = shifted - splat(_ROUND_TO_INTEGER)
     r = multiply_add(n, splat(_LN2_LOW), multiply_add(n, splat(_LN2_HIGH), x))
-    p = multiply_add(splat(_EXP_6), r, splat(-_EXP_5))
-    p = multiply_add(p, r, splat(_EXP_4))
-    p = multiply_add(p, r, splat(-_EXP_3))
-    p = multiply_add(p, r, splat(_EXP_2))
-    p = multiply_add(p, r, splat(-2.0))
-    p = multiply_add(p, r, splat(2.0))
-    return p * low_bits_to_exponent(shifted)
+    return _twice_exp_minus(r) * low_bits_to_exponent(shifted)
 
 
 @inline
@@ -63,12 +61,8 @@ def exp_minus_short(x: Any) -> Any:
     """`exp_minus` with a relative error of 2^-18 + |x| · 2^-24: for results that are rounded to 11 bits or fewer."""
     x = minimum(maximum(x, splat(-89.0)), splat(87.25))
     shifted = multiply_add(x, splat(-_LOG2_E), splat(_ROUND_TO_INTEGER))
-    minus_f = multiply_add(x, splat(_LOG2_E), shifted - splat(_ROUND_TO_INTEGER))
-    p = multiply_add(splat(_EXP2_4), minus_f, splat(-_EXP2_3))
-    p = multiply_add(p, minus_f, splat(_EXP2_2))
-    p = multiply_add(p, minus_f, splat(-_EXP2_1))
-    p = multiply_add(p, minus_f, splat(2.0))
-    return p * low_bits_to_exponent(shifted)
+    f = multiply_add(x, splat(_LOG2_E), shifted - splat(_ROUND_TO_INTEGER))
+    return _twice_exp2_minus(f) * low_bits_to_exponent(shifted)
 
 
 def exp_minus_for(out: Any, x: Any) -> Any:
@@ -99,21 +93,22 @@ def silu(out: Any, x: Any) -> Any:
     return times_logistic(out, x, x)
 
 
+_TANH_1 = 2.0 * math.sqrt(2.0 / math.pi)
+_TANH_3 = 0.044715 * _TANH_1
+
+
 @inline
 def gelu_tanh(out: Any, x: Any) -> Any:
     """GELU's tanh form. (1 + tanh u) / 2 is logistic(2u), which keeps its digits where the tanh is near -1."""
     return times_logistic(out, x, x * multiply_add(splat(_TANH_3), x * x, splat(_TANH_1)))
 
 
-_TANH_1 = 2.0 * math.sqrt(2.0 / math.pi)
-_TANH_3 = 0.044715 * _TANH_1
-
 # The normal distribution function Φ is logistic(L) with L(x) = ln Φ(x) - ln Φ(-x) = x · P(x²). P is a Chebyshev fit
 # for the least relative error (0.1 ulp) on |x| ≤ 5.5, in s = x² · 2 / 5.5² - 1, highest power first. Beyond it P
 # stays at its last value: there x · Φ(-x) is below 1.1e-7, and what is returned lies between it and 0.
 _GELU_LAST = 5.5**2
 _GELU_SCALE = 2.0 / _GELU_LAST
-_GELU_P = (
+_gelu_slope = polynomial(
     0.00036615695,
     -0.000787600118,
     -8.36001782e-05,
@@ -135,10 +130,7 @@ _GELU_P = (
 def gelu(out: Any, x: Any) -> Any:
     """x · Φ(x), GELU with erf."""
     s = multiply_add(minimum(x * x, splat(_GELU_LAST)), splat(_GELU_SCALE), splat(-1.0))
-    p = splat(_GELU_P[0])
-    for coefficient in _GELU_P[1:]:
-        p = multiply_add(p, s, splat(coefficient))
-    return times_logistic(out, x, x * p)
+    return times_logistic(out, x, x * _gelu_slope(s))
 
 
 @inline

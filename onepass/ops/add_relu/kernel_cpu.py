@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.launch import cpu
 from onepass.launch.cpu_math import relu
-from onepass.launch.cpu_vector import load_first, load_pair, row_start, store_first, store_pair, take
+from onepass.launch.cpu_memory import load_first, load_pair, publish, row_start, store_first, store_pair, take
 
 if TYPE_CHECKING:
     from onepass.ops.add_relu.op import Desc, RowStrides
@@ -59,6 +59,7 @@ def add_relu_kernel(
                 count = end - i
                 store_first(out_row, i, relu(load_first(x_row, i, count) + load_first(y_row, i, count)), count)
         first_tile = take(counter, chunk)
+    publish()
 
 
 @lru_cache(maxsize=8)

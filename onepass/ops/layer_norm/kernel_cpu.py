@@ -17,22 +17,17 @@ from torch import Tensor
 
 from onepass.launch import cpu
 from onepass.launch.cpu_math import activate
-from onepass.launch.cpu_vector import (
-    inline,
-    keep_first,
+from onepass.launch.cpu_memory import (
     load_first,
     load_pair,
-    multiply_add,
+    publish,
     rounded_as,
     row_start,
-    splat,
     store_first,
     store_pair,
-    sum_lanes,
     take,
-    widen,
-    zero64,
 )
+from onepass.launch.cpu_vector import inline, keep_first, multiply_add, splat, sum_lanes, widen, zero64
 
 if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import Desc, RowStrides
@@ -158,6 +153,7 @@ def layer_norm_kernel(
                 a, wa, ba = load_first(total_row, i, count), load_first(weight, i, count), load_first(bias, i, count)
                 store_first(y_row, i, _finish(activation, y, a, centre_v, rstd_v, shift_v, wa, ba), count)
         first_row = take(counter, chunk)
+    publish()
 
 
 @lru_cache(maxsize=256)
