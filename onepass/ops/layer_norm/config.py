@@ -37,7 +37,7 @@ def heuristic(hidden_size: int, element_size: int) -> Config:
     warp_block = WARP_SIZE * vector
     if hidden_size <= warp_block:
         block = max(16, _power_of_two(hidden_size))
-        return Config(block, chunks=1, rows=max(1, warp_block // block), num_warps=1)
+        return Config(block, chunks=1, rows=4 * warp_block // block, num_warps=1)
     return min(_resident(hidden_size, warp_block), key=lambda c: _cost(c, hidden_size))
 
 
@@ -49,7 +49,10 @@ def choose(desc: Desc) -> Config:
 def candidates(hidden_size: int, element_size: int) -> list[Config]:
     """What the tuner tries: every valid config around the heuristic's."""
     warp_block = WARP_SIZE * VECTOR_BYTES // element_size
-    found = {heuristic(hidden_size, element_size)}
+    default = heuristic(hidden_size, element_size)
+    found = {default}
+    if hidden_size <= warp_block:
+        found.update(default._replace(rows=default.rows * more) for more in (2, 4, 8))
     if hidden_size > warp_block:
         for config in _resident(hidden_size, warp_block):
             found.update(config._replace(rows=rows) for rows in (1, 2, 4))

@@ -27,6 +27,12 @@ from onepass.ops.triton_math import INTERPRETED, activate, narrow, widen
 if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import Desc, RowStrides
 
+PIVOT = tl.constexpr(8)
+"""Elements whose mean centres the variance of half-precision rows."""
+
+LONG_LOAD_STAGES = 4
+"""Blocks in flight while a long row's statistics are taken."""
+
 
 @triton.jit
 def _within(mask, cols, N, FULL: tl.constexpr):
@@ -37,36 +43,24 @@ def _within(mask, cols, N, FULL: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(x_ptr, residual_ptr, residual_out_ptr, x_at, residual_at, residual_out_at, mask, PTX: tl.constexpr):
-    """x in float32; with a residual the sum, rounded to x's dtype, which is also stored."""
+def _load_sum(x_ptr, residual_ptr, x_at, residual_at, mask, PTX: tl.constexpr):
+    """x in float32; with a residual the sum, rounded to x's dtype."""
     x = widen(tl.load(x_ptr + x_at, mask=mask, other=0.0), PTX)
     if residual_ptr is not None:
         x += widen(tl.load(residual_ptr + residual_at, mask=mask, other=0.0), PTX)
-        total = narrow(x, x_ptr.dtype.element_ty)
-        if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + residual_out_at, total, mask=mask)
-        x = widen(total, False)
+        x = widen(narrow(x, x_ptr.dtype.element_ty), False)
     return x
 
 
 @triton.jit
-def _pivot(x_ptr, residual_ptr, x_at, residual_at, COUNT: tl.constexpr, rows_mask, N):
-    """The mean of each row's first COUNT elements, [ROWS, 1]."""
-    first = tl.arange(0, COUNT)[None, :]
-    mask = rows_mask & (first < N)
-    x = _load_sum(x_ptr, residual_ptr, None, x_at + first, residual_at + first, None, mask, False)
-    return tl.sum(x, axis=1, keep_dims=True) / tl.minimum(N, COUNT).to(tl.float32)
-
-
-@triton.jit
-def _moments(total, squares, N):
-    """Sums of d and d^2 over the row, [ROWS, BLOCK] each: (mean - centre, variance), [ROWS, 1] each."""
+def _moments(total, squares, scale):
+    """From d = x - centre and d^2, [ROWS, BLOCK] each, and scale = 1 / N: (mean - centre, variance), [ROWS, 1] each."""
     if INTERPRETED:  # NumPy sums pairwise only along the last axis
         total, squares = tl.sum(total, axis=1), tl.sum(squares, axis=1)
     else:
         total, squares = tl.split(tl.sum(tl.join(total, squares), axis=1))
-    offset = (total / N)[:, None]
-    variance = (squares / N)[:, None] - offset * offset
+    offset = (total * scale)[:, None]
+    variance = (squares * scale)[:, None] - offset * offset
     # Rounding may leave a tiny negative value for a constant row; NaN must stay NaN.
     return offset, tl.where(variance < 0.0, 0.0, variance)
 
@@ -102,41 +96,45 @@ def layer_norm_kernel(
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PTX: tl.constexpr,
+    STORE_LAST: tl.constexpr,
 ):
-    """ROWS rows a program, each in CHUNKS blocks that stay in registers. EVEN: N == BLOCK * CHUNKS."""
+    """ROWS rows a program, each in CHUNKS blocks that stay in registers. EVEN: N == BLOCK * CHUNKS.
+
+    The compiler moves no load across a store, so storing block by block fetches the weight block by block, one
+    latency after the other. STORE_LAST fetches it at once, at the price of registers.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     rows_mask = rows < num_rows
     lanes = tl.arange(0, BLOCK)[None, :]
-    x_row, residual_row, residual_out_row = rows * stride_xm, rows * stride_rm, rows * stride_rom
+    x_row, residual_row = rows * stride_xm, rows * stride_rm
 
-    centre = tl.zeros([ROWS, 1], tl.float32)
-    if x_ptr.dtype.element_ty != tl.float32:
-        centre = _pivot(x_ptr, residual_ptr, x_row, residual_row, 8, rows_mask, N)
-        if residual_out_ptr is not None:
-            # residual_out may be x itself: no warp may store before every warp has read its pivot.
-            tl.debug_barrier()
-
+    # All loads come before the first exchange between lanes: the compiler moves none across it.
+    first_cols = tl.arange(0, PIVOT)[None, :]
+    first_mask = rows_mask & (first_cols < N)
+    first = _load_sum(x_ptr, residual_ptr, x_row + first_cols, residual_row + first_cols, first_mask, False)
     xs = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
         mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
-        x = _load_sum(
-            x_ptr,
-            residual_ptr,
-            residual_out_ptr,
-            x_row + cols,
-            residual_row + cols,
-            residual_out_row + cols,
-            mask,
-            PTX,
-        )
+        x = _load_sum(x_ptr, residual_ptr, x_row + cols, residual_row + cols, mask, PTX)
         xs = xs + (x,)
 
+    if residual_out_ptr is not None:
+        # residual_out may be x itself: no warp may store before every warp has read the first elements.
+        tl.debug_barrier()
+        for chunk in tl.static_range(CHUNKS):
+            cols = chunk * BLOCK + lanes
+            mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
+            tl.store(residual_out_ptr + rows * stride_rom + cols, narrow(xs[chunk], x_ptr.dtype.element_ty), mask=mask)
+
+    scale = 1.0 / N
     if x_ptr.dtype.element_ty == tl.float32:
         total = xs[0]
         for chunk in tl.static_range(1, CHUNKS):
             total += xs[chunk]
-        centre = tl.sum(total, axis=1, keep_dims=True) / N
+        centre = tl.sum(total, axis=1, keep_dims=True) * scale
+    else:
+        centre = tl.sum(first, axis=1, keep_dims=True) * (1.0 / tl.minimum(N, PIVOT))
 
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -148,15 +146,25 @@ def layer_norm_kernel(
         total += d
         squares += d * d
         ds = ds + (d,)
-    offset, variance = _moments(total, squares, N)
+    offset, variance = _moments(total, squares, scale)
     rstd = tl.rsqrt(variance + eps)
     shift = -offset * rstd
 
+    ys = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
         mask = _within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
         y = _affine(ds[chunk] * rstd + shift, weight_ptr, bias_ptr, cols, mask, ACTIVATION, PTX)
-        tl.store(y_ptr + rows * stride_ym + cols, narrow(y, y_ptr.dtype.element_ty), mask=rows_mask & mask)
+        y = narrow(y, y_ptr.dtype.element_ty)
+        if STORE_LAST:
+            ys = ys + (y,)
+        else:
+            tl.store(y_ptr + rows * stride_ym + cols, y, mask=rows_mask & mask)
+    if STORE_LAST:
+        for chunk in tl.static_range(CHUNKS):
+            cols = chunk * BLOCK + lanes
+            mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
+            tl.store(y_ptr + rows * stride_ym + cols, ys[chunk], mask=mask)
 
 
 @triton.jit
@@ -191,22 +199,25 @@ def layer_norm_long_kernel(
         residual_ptr += row * stride_rm
         residual_out_ptr += row * stride_rom
     lanes = tl.arange(0, BLOCK)[None, :]
-    zero = tl.zeros([1, 1], tl.int32)
-    centre = _pivot(x_ptr, residual_ptr, zero, zero, BLOCK, zero == 0, N)
-    if residual_out_ptr is not None:
-        tl.debug_barrier()
+    scale = 1.0 / N
+    # N is at least BLOCK, so the first block is full.
+    first = _load_sum(x_ptr, residual_ptr, lanes, lanes, lanes < BLOCK, PTX)
+    centre = tl.sum(first, axis=1, keep_dims=True) / BLOCK
 
     total = tl.zeros([1, BLOCK], tl.float32)
     squares = tl.zeros([1, BLOCK], tl.float32)
     for start in tl.range(0, N, BLOCK, num_stages=LOAD_STAGES):
         cols = start + lanes
         mask = _within(lanes < BLOCK, cols, N, EVEN)
-        d = _load_sum(x_ptr, residual_ptr, residual_out_ptr, cols, cols, cols, mask, PTX) - centre
+        x = _load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
+        if residual_out_ptr is not None:
+            tl.store(residual_out_ptr + cols, narrow(x, x_ptr.dtype.element_ty), mask=mask)
+        d = x - centre
         if not EVEN:
             d = tl.where(cols < N, d, 0.0)
         total += d
         squares += d * d
-    offset, variance = _moments(total, squares, N)
+    offset, variance = _moments(total, squares, scale)
     rstd = tl.rsqrt(variance + eps)
     mean = centre + offset
 
@@ -241,20 +252,23 @@ def specialize(desc: Desc, config: configs.Config, ptx: bool) -> tuple[Any, Spec
         pointer(present),
         *("i32", "i32", "i64", "i64", "i64", "i64", "fp32"),
     )
-    even = (
-        desc.hidden_size % config.block == 0 if config.chunks == 0 else desc.hidden_size == config.block * config.chunks
-    )
     pointers_and_strides = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11) if desc.aligned else ()
     multiples = pointers_and_strides + ((7,) if desc.hidden_size % 16 == 0 else ())
+    kernel: Any
+    constants: tuple[Any, ...]
+    max_registers = None
     if config.chunks == 0:
-        constants = (config.block, even, desc.activation, ptx, LONG_LOAD_STAGES)
-        return layer_norm_long_kernel, Specialization(types, constants, multiples, config.num_warps)
-    constants = (config.block, config.chunks, config.rows, even, desc.activation, ptx)
-    return layer_norm_kernel, Specialization(types, constants, multiples, config.num_warps)
-
-
-LONG_LOAD_STAGES = 4
-"""Blocks in flight while a long row's statistics are taken."""
+        kernel = layer_norm_long_kernel
+        constants = (config.block, desc.hidden_size % config.block == 0, desc.activation, ptx, LONG_LOAD_STAGES)
+    else:
+        kernel = layer_norm_kernel
+        even = desc.hidden_size == config.block * config.chunks
+        elements_per_thread = config.rows * config.block * config.chunks // (32 * config.num_warps)
+        store_last = elements_per_thread <= 32
+        if store_last and config.num_warps >= 8:
+            max_registers = 64  # 32 warps on a multiprocessor: while one row computes, another loads
+        constants = (config.block, config.chunks, config.rows, even, desc.activation, ptx, store_last)
+    return kernel, Specialization(types, constants, multiples, config.num_warps, max_registers)
 
 
 @lru_cache(maxsize=4096)
