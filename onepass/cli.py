@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
-from onepass.errors import OnepassError, UnknownNameError
+from onepass.errors import ArgumentValueError, OnepassError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -157,18 +158,20 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]
     """A bar on a terminal, nothing in a pipe. Gives a function that steps on, and one that sets the total."""
     console = Console(stderr=True)
     with Progress(
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=12),
         TextColumn("{task.percentage:3.0f}%"),
         TimeElapsedColumn(),
-        TextColumn("{task.description}", table_column=None),
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         console=console,
+        expand=True,
         transient=True,
+        auto_refresh=False,  # a thread that draws would take time from what is measured
         disable=not (console.is_terminal and sys.stdout.isatty()),
     ) as progress:
         task = progress.add_task("starting", total=None)
 
         def advance(text: str) -> None:
-            progress.update(task, advance=1, description=text)
+            progress.update(task, advance=1, description=text, refresh=True)
 
         def set_total(total: int) -> None:
             progress.update(task, total=total, completed=0)
@@ -217,5 +220,5 @@ def _device(name: str | None) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise UnknownNameError("device", name, ("cpu", "cuda"))
     if name == "cuda" and not torch.cuda.is_available():
-        raise UnknownNameError("device on this machine", name, ("cpu",))
+        raise ArgumentValueError("onepass", "--device", "a device that torch can use here: cpu", name)
     return default_device() if name == "cuda" else torch.device(name)

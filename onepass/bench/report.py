@@ -65,9 +65,9 @@ def print_doctor(console: Console) -> bool:
             healthy = healthy and any(name != "reference" for name in good)
             for name, reason in found.items():
                 _line(console, not reason, f"{op} on {device}: {name}", reason or "runs, and its result is right")
-    for name in HOW_TO_GET:
+    for name, how in HOW_TO_GET.items():
         if name not in working:
-            console.print(Text(f"To get the backend '{name}': {HOW_TO_GET[name]}"))
+            console.print(Text(f"To get the backend '{name}': {how}"))
     console.print()
     compiler = "for torch.compile on a CPU"
     if not _has_compiler():
