@@ -133,7 +133,10 @@ def picture(image: Path, run: Run, to_root: str) -> str:
 
 def _facts(path: Path, run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    facts = [f"`{run.command}`, {run.date}; data: `{path.relative_to(ROOT)}`", versions]
+    facts = [f"`{run.command}`, {run.date}, {run.seconds:.0f} s; data: `{path.relative_to(ROOT)}`", versions]
+    facts.append(f"load in the minute before: {run.load:.2g} programs on {run.machine.cores} cores")
+    if run.left_out:
+        facts.append(f"left out by the run's time limit: {'; '.join(run.left_out)}")
     if run.ceilings:
         c = run.ceilings
         products = ", ".join(f"{name} {value:.3g}" for name, value in c.matmul_tflops.items())
