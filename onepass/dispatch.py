@@ -5,7 +5,8 @@ the module `onepass.ops.<op>.kernel_<backend>` (the reference: `onepass.ops.<op>
 use, with two functions:
 
 - `unsupported_reasons(desc) -> tuple[str, ...]`: empty when it can run the call;
-- `run(desc, ...)`: runs it. What follows `desc` is the op's own business.
+- `prepare(desc)`: compiles and loads what the call needs, and returns the function that runs it. What that takes
+  is the op's own business.
 
 `desc` is the op's `Desc`: a NamedTuple of what a kernel is chosen by (device, dtypes, sizes), never tensors.
 """
@@ -14,10 +15,9 @@ from __future__ import annotations
 
 import contextvars
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from onepass import settings
@@ -63,28 +63,23 @@ def forced() -> str | None:
     return name
 
 
-def select(op: str, desc: Any) -> Any:
-    """The backend module that runs `op` for `desc`.
+def prepare(op: str, desc: Any) -> Callable[..., None]:
+    """The function that runs `op` for `desc`, from the first backend that can.
 
     Raises:
         NoBackendError: none can; the message lists every backend's reasons.
     """
-    return _select(op, desc, forced())
-
-
-@lru_cache(maxsize=4096)
-def _select(op: str, desc: Any, forced_name: str | None) -> Any:
-    reasons = _reasons(op, desc, forced_name)
+    reasons = _reasons(op, desc, forced())
     for name, why_not in reasons.items():
         if not why_not:
-            return _module(op, name)
+            return _module(op, name).prepare(desc)  # type: ignore[no-any-return]
     lines = [f"no backend of '{op}' can run this call:"]
     lines += [f"  {name}: {'; '.join(why_not)}" for name, why_not in reasons.items()]
     raise NoBackendError("\n".join(lines))
 
 
 def _reasons(op: str, desc: Any, forced_name: str | None) -> dict[str, tuple[str, ...]]:
-    reasons = {}
+    reasons: dict[str, tuple[str, ...]] = {}
     for name in TABLE[op]:
         if forced_name is not None and name != forced_name:
             reasons[name] = (f"the backend '{forced_name}' is forced",)

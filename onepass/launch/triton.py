@@ -53,7 +53,9 @@ def pointer(dtype: torch.dtype | None) -> str:
 def compile_kernel(kernel: Any, special: Specialization, target: GPUTarget) -> CompiledKernel:
     """Compile `kernel` (a @triton.jit function) for a target, from the disk cache where it is there. Needs no GPU."""
     names = kernel.arg_names
-    signature, constants, attributes = {}, {}, {}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
     for i, kind in enumerate(special.types):
         signature[names[i]] = "constexpr" if kind == "none" else kind
         if kind == "none":

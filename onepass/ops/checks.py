@@ -9,30 +9,35 @@ import torch
 from onepass.errors import ArgumentTypeError, ArgumentValueError, GradientsNotSupportedError
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONAL_TENSOR = (type(None), torch.Tensor)
 _FLOAT_NAMES = "float32, bfloat16 or float16"
 
 
-def check_tensor(op: str, argument: str, value: Any) -> None:
-    """A tensor of a dtype that ops take."""
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(op, argument, "a torch.Tensor", type(value).__name__)
+def check_tensor(op: str, argument: str, value: torch.Tensor) -> None:
+    """A dtype that ops take."""
     if value.dtype not in FLOAT_DTYPES:
         raise ArgumentTypeError(op, argument, _FLOAT_NAMES, value.dtype)
 
 
-def check_vector(op: str, argument: str, value: Any, size: int, device: torch.device) -> None:
-    """A per-column parameter: [size] on x's device, any float dtype."""
+def raise_not_tensor(op: str, required: tuple[str, ...], **values: Any) -> None:
+    """Name the argument that is no tensor (nor None, unless it is required). Ops test this inline: it is a hot path."""
+    for argument, value in values.items():
+        if not isinstance(value, torch.Tensor if argument in required else OPTIONAL_TENSOR):
+            expected = "a torch.Tensor" if argument in required else "a torch.Tensor or None"
+            raise ArgumentTypeError(op, argument, expected, type(value).__name__)
+
+
+def check_vector(op: str, argument: str, value: torch.Tensor, x: torch.Tensor) -> None:
+    """A per-column parameter: [N] on x's device, any float dtype."""
     check_tensor(op, argument, value)
-    if value.shape != (size,):
-        raise ArgumentValueError(op, argument, f"shape [{size}], the last dimension of x", list(value.shape))
-    if value.device != device:
-        raise ArgumentValueError(op, argument, f"the device of x, {device}", value.device)
+    if value.shape != x.shape[-1:]:
+        raise ArgumentValueError(op, argument, f"shape [{x.shape[-1]}], the last dimension of x", list(value.shape))
+    if value.device != x.device:
+        raise ArgumentValueError(op, argument, f"the device of x, {x.device}", value.device)
 
 
-def check_like(op: str, argument: str, value: Any, x: torch.Tensor) -> None:
+def check_like(op: str, argument: str, value: torch.Tensor, x: torch.Tensor) -> None:
     """A tensor of x's shape, dtype and device."""
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(op, argument, "a torch.Tensor", type(value).__name__)
     if value.dtype != x.dtype:
         raise ArgumentTypeError(op, argument, f"the dtype of x, {x.dtype}", value.dtype)
     if value.shape != x.shape:

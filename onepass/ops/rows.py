@@ -7,6 +7,9 @@ first, outputs are computed in contiguous memory and copied back. `explain()` sa
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -23,31 +26,40 @@ def row_stride(t: torch.Tensor) -> int | None:
     leading = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size != 1]
     if not leading:
         return t.shape[-1]
-    for (_, outer), (size, inner) in zip(leading, leading[1:], strict=False):
+    for (_, outer), (size, inner) in itertools.pairwise(leading):
         if outer != size * inner:
             return None
     return leading[-1][1]
 
 
-def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`t`, or a contiguous copy where `t` has no single row stride, and the row stride."""
-    if t.is_contiguous():
-        return t, t.shape[-1] if t.ndim else 1
-    stride = row_stride(t)
-    if stride is None:
-        return t.contiguous(), t.shape[-1]
-    return t, stride
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or a contiguous copy where it has no single row stride."""
+    return t if row_stride(t) is not None else t.contiguous()
 
 
-def aligned_16(element_size: int, strides: tuple[int, ...], *tensors: torch.Tensor | None) -> bool:
-    """Whether every pointer and every row stride (in elements) is a multiple of 16 bytes."""
+def as_out_rows(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or contiguous memory of its shape where it has no single row stride."""
+    return t if row_stride(t) is not None else contiguous_like(t)
+
+
+def contiguous_like(x: torch.Tensor) -> torch.Tensor:
+    """Fresh contiguous memory of x's shape, dtype and device."""
+    # empty_like keeps the strides of a dense tensor, so it is contiguous when x is, and cheaper without the argument.
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def aligned_16(*tensors: torch.Tensor | None) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes."""
     bits = 0
-    for stride in strides:
-        bits |= stride * element_size
     for t in tensors:
         if t is not None:
             bits |= t.data_ptr()
     return not bits & 15
+
+
+def strides_aligned_16(element_size: int, strides: Iterable[int]) -> bool:
+    """Whether every row stride, given in elements, is a multiple of 16 bytes."""
+    return all(stride * element_size % 16 == 0 for stride in strides)
 
 
 def copy_notes(copied: tuple[str, ...], aligned: bool) -> tuple[str, ...]:
@@ -91,7 +103,7 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a_end <= b_first or b_end <= a_first:
         return False
     try:
-        return bool(np.shares_memory(_byte_view(a), _byte_view(b), max_work=100_000))
+        return bool(np.shares_memory(_byte_view(a), _byte_view(b), max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

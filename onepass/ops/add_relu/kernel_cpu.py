@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +67,11 @@ def _compiled(dtype: torch.dtype) -> Callable[..., None]:
     return add_relu_kernel.compiled(*(cpu.pointer(dtype),) * 3, *(int,) * 5, bool, *(int,) * 3)
 
 
-def run(desc: Desc, x: Tensor, y: Tensor, out: Tensor, strides: RowStrides) -> None:
+def prepare(desc: Desc) -> Callable[..., None]:
+    return partial(_run, desc)
+
+
+def _run(desc: Desc, strides: RowStrides, x: Tensor, y: Tensor, out: Tensor) -> None:
     tiles_per_row = -(-desc.num_cols // _TILE)
     args = (
         x.data_ptr(),

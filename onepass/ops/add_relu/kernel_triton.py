@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -58,13 +58,12 @@ def _block(desc: Desc) -> int:
     return 32 * NUM_WARPS * 2 * 16 // desc.dtype.itemsize
 
 
-@lru_cache(maxsize=4096)
-def _plan(desc: Desc) -> tuple[Any, int]:
-    """The loaded kernel and the blocks of a row."""
-    kernel, special = specialize(desc)
-    return load(kernel, special, desc.device), -(-desc.num_cols // _block(desc))
+def prepare(desc: Desc) -> Callable[..., None]:
+    launch = load(*specialize(desc), desc.device)
+    blocks_per_row = -(-desc.num_cols // _block(desc))
+    grid, num_cols = desc.num_rows * blocks_per_row, desc.num_cols
 
+    def run(strides: RowStrides, x: Tensor, y: Tensor, out: Tensor) -> None:
+        launch(grid, (x, y, out), num_cols, blocks_per_row, *strides)
 
-def run(desc: Desc, x: Tensor, y: Tensor, out: Tensor, strides: RowStrides) -> None:
-    launch, blocks_per_row = _plan(desc)
-    launch(desc.num_rows * blocks_per_row, (x, y, out), desc.num_cols, blocks_per_row, *strides)
+    return run

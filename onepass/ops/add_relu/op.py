@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepass import dispatch
-from onepass.ops.checks import check_like, check_no_grad, check_tensor
+from onepass.ops.checks import (
+    OPTIONAL_TENSOR,
+    check_like,
+    check_no_grad,
+    check_tensor,
+    raise_not_tensor,
+)
+from onepass.ops.plans import Plan, Plans, metadata
 from onepass.ops.registration import register
-from onepass.ops.rows import aligned_16, as_rows, check_output, copy_notes, row_stride
+from onepass.ops.rows import (
+    aligned_16,
+    as_out_rows,
+    as_rows,
+    check_output,
+    contiguous_like,
+    copy_notes,
+    row_stride,
+    strides_aligned_16,
+)
 
 
 class Desc(NamedTuple):
@@ -55,7 +72,7 @@ def add_relu(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         GradientsNotSupportedError: grad mode is on and an input requires grad (a NotImplementedError).
         NoBackendError: no backend can run the call.
     """
-    _check(x, y, out)
+    _check_values(x, y, out)
     if out is None:
         return _add_relu(x, y)
     _add_relu_out(x, y, out)
@@ -64,68 +81,85 @@ def add_relu(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def describe(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Desc:
     """The Desc of a call, with the op's own checks; runs nothing."""
-    _check(x, y, out)
+    _check_values(x, y, out)
+    _check_tensors(x, y, out)
     operands = {"x": x, "y": y, "out": out}
     copied = tuple(name for name, t in operands.items() if t is not None and row_stride(t) is None)
     strided = [t for name, t in operands.items() if t is not None and name not in copied]
-    return _desc(x, strided, copied)
+    return _desc(x, strided, aligned_16(*strided), copied)
 
 
-def _check(x: Tensor, y: Tensor, out: Tensor | None) -> None:
-    check_tensor("add_relu", "x", x)
-    check_like("add_relu", "y", y, x)
-    if out is not None:
-        check_like("add_relu", "out", out, x)
+def _check_values(x: Any, y: Any, out: Any) -> None:
+    """What metadata says nothing about, in every call."""
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and isinstance(out, OPTIONAL_TENSOR)):
+        raise_not_tensor("add_relu", ("x", "y"), x=x, y=y, out=out)
     if torch.is_grad_enabled():
         check_no_grad("add_relu", "torch.relu(x + y)", x=x, y=y)
 
 
-def _desc(x: Tensor, strided: list[Tensor], copied: tuple[str, ...] = ()) -> Desc:
+def _check_tensors(x: Tensor, y: Tensor, out: Tensor | None) -> None:
+    """What metadata decides, once for each."""
+    check_tensor("add_relu", "x", x)
+    check_like("add_relu", "y", y, x)
+    if out is not None:
+        check_like("add_relu", "out", out, x)
+
+
+def _desc(x: Tensor, strided: list[Tensor], aligned: bool, copied: tuple[str, ...] = ()) -> Desc:
     flat = all(t.is_contiguous() for t in strided)
     num_cols = x.numel() if flat else x.shape[-1]
-    strides = () if flat else tuple(row_stride(t) or 0 for t in strided)
-    return Desc(
-        x.device,
-        x.dtype,
-        1 if flat else x.numel() // num_cols,
-        num_cols,
-        aligned_16(x.element_size(), strides, *strided),
-        copied,
-    )
+    if not flat:
+        aligned = aligned and strides_aligned_16(x.element_size(), (row_stride(t) or 0 for t in strided))
+    return Desc(x.device, x.dtype, 1 if flat else x.numel() // num_cols, num_cols, aligned, copied)
+
+
+_plans = Plans()
+
+
+def _run(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """Run the plan of this call, made at its first time."""
+    aligned = aligned_16(x, y, out)
+    key = (dispatch.forced(), aligned, metadata(x), metadata(y), metadata(out))
+    plan = _plans.get(key)
+    if plan is None:
+        _check_tensors(x, y, out)
+        plan = _plans.keep(key, _plan(x, y, out, aligned))
+    plan(x, y, out)
+
+
+def _plan(x: Tensor, y: Tensor, out: Tensor, aligned: bool) -> Plan:
+    if x.numel() == 0:
+        return lambda *args: None
+    strides = [row_stride(t) for t in (x, y, out)]
+    if None in strides:
+        return _run_on_copies
+    desc = _desc(x, [x, y, out], aligned)
+    return partial(dispatch.prepare("add_relu", desc), RowStrides(*strides))  # type: ignore[arg-type]
+
+
+def _run_on_copies(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """The slower path of rows.py."""
+    rows = as_out_rows(out)
+    _run(as_rows(x), as_rows(y), rows)
+    if rows is not out:
+        out.copy_(rows)
 
 
 def _kernel(x: Tensor, y: Tensor) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, y, out)
+    out = contiguous_like(x)
+    _run(x, y, out)
     return out
 
 
 def _kernel_out(x: Tensor, y: Tensor, out: Tensor) -> None:
     check_output("add_relu", "out", out, x=x, y=y)
-    target = out if row_stride(out) is not None else torch.empty_like(out, memory_format=torch.contiguous_format)
-    _launch(x, y, target)
-    if target is not out:
-        out.copy_(target)
+    _run(x, y, out)
 
 
-def _launch(x: Tensor, y: Tensor, out: Tensor) -> None:
-    """Run the chosen backend on checked arguments; `out` has a single row stride."""
-    if x.numel() == 0:
-        return
-    x, stride_x = as_rows(x)
-    y, stride_y = as_rows(y)
-    desc = _desc(x, [x, y, out])
-    strides = RowStrides(stride_x, stride_y, row_stride(out))  # type: ignore[arg-type]
-    dispatch.select("add_relu", desc).run(desc, x, y, out, strides)
+def _fake(x: Tensor, y: Tensor) -> Tensor:
+    _check_tensors(x, y, None)
+    return contiguous_like(x)
 
 
-_add_relu = register(
-    "add_relu(Tensor x, Tensor y) -> Tensor",
-    _kernel,
-    lambda x, y: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-_add_relu_out = register(
-    "add_relu_out(Tensor x, Tensor y, Tensor(a!) out) -> ()",
-    _kernel_out,
-    lambda x, y, out: None,
-)
+_add_relu = register("add_relu(Tensor x, Tensor y) -> Tensor", _kernel, _fake)
+_add_relu_out = register("add_relu_out(Tensor x, Tensor y, Tensor(a!) out) -> ()", _kernel_out, _check_tensors)

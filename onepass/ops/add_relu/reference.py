@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from onepass.ops.add_relu.op import Desc
 
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
@@ -11,9 +17,12 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
     return torch.relu(x + y)
 
 
-def unsupported_reasons(desc: object) -> tuple[str, ...]:
+def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return ()
 
 
-def run(desc: object, x: Tensor, y: Tensor, out: Tensor, strides: object) -> None:
-    out.copy_(add_relu(x, y))
+def prepare(desc: Desc) -> Callable[..., None]:
+    def run(strides: object, x: Tensor, y: Tensor, out: Tensor) -> None:
+        out.copy_(add_relu(x, y))
+
+    return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,8 +39,9 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return cpu.missing_features(desc.dtype, desc.weight_dtype, desc.bias_dtype)
 
 
-# Sums run in float32 over this many elements (32 for each of 64 lanes), and sums of these in float64.
-_BLOCK = 2048
+# Sums run in float32 over this many elements (4 for each of 64 lanes), and sums of these in float64: after an
+# outlier, each further square in a lane is rounded the same way.
+_BLOCK = 256
 
 # The first pass sums x · 2^-7: a block of the largest float32 does not overflow.
 _SHRINK = 2.0**-7
@@ -181,8 +182,17 @@ def _compiled(
     )
 
 
-def run(
-    desc: Desc,
+def prepare(desc: Desc) -> Callable[..., None]:
+    """The function that runs calls like `desc`, with their strides and tensors."""
+    kernel = _compiled(desc.dtype, desc.weight_dtype, desc.bias_dtype, desc.activation, desc.has_residual)
+    return partial(_launch, kernel, desc.num_rows, desc.hidden_size)
+
+
+def _launch(
+    kernel: Callable[..., None],
+    num_rows: int,
+    n: int,
+    strides: RowStrides,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -190,10 +200,7 @@ def run(
     residual: Tensor | None,
     y: Tensor,
     residual_out: Tensor | None,
-    strides: RowStrides,
 ) -> None:
-    kernel = _compiled(desc.dtype, desc.weight_dtype, desc.bias_dtype, desc.activation, desc.has_residual)
-    n = desc.hidden_size
     x_address = x.data_ptr()
     if residual is None or residual_out is None:
         residual_address = residual_out_address = 0
@@ -218,4 +225,4 @@ def run(
         eps,
         cpu.streams(y, strides.y),
     )
-    cpu.run_rows(kernel, args, desc.num_rows, n)
+    cpu.run_rows(kernel, args, num_rows, n)

@@ -12,7 +12,7 @@ its rounding) and the whole row, the mean, for float32; a long row takes its fir
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,34 +271,22 @@ def specialize(desc: Desc, config: configs.Config, ptx: bool) -> tuple[Any, Spec
     return kernel, Specialization(types, constants, multiples, config.num_warps, max_registers)
 
 
-@lru_cache(maxsize=4096)
-def _plan(desc: Desc) -> tuple[Any, int]:
-    """The loaded kernel and its grid."""
+def prepare(desc: Desc) -> Callable[..., None]:
     config = configs.choose(desc)
-    kernel, special = specialize(desc, config, uses_ptx())
-    return load(kernel, special, desc.device), -(-desc.num_rows // config.rows)
+    launch = load(*specialize(desc, config, uses_ptx()), desc.device)
+    grid = -(-desc.num_rows // config.rows)
+    num_rows, hidden_size = desc.num_rows, desc.hidden_size
 
+    def run(
+        strides: RowStrides,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        y: Tensor,
+        residual_out: Tensor | None,
+    ) -> None:
+        launch(grid, (x, residual, weight, bias, y, residual_out), num_rows, hidden_size, *strides, eps)
 
-def run(
-    desc: Desc,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    y: Tensor,
-    residual_out: Tensor | None,
-    strides: RowStrides,
-) -> None:
-    launch, grid = _plan(desc)
-    launch(
-        grid,
-        (x, residual, weight, bias, y, residual_out),
-        desc.num_rows,
-        desc.hidden_size,
-        strides.x,
-        strides.residual,
-        strides.y,
-        strides.residual_out,
-        eps,
-    )
+    return run

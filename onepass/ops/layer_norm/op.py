@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,27 @@ from torch import Tensor
 
 from onepass import dispatch
 from onepass.errors import ArgumentTypeError, ArgumentValueError
-from onepass.ops.checks import check_like, check_no_grad, check_tensor, check_vector
+from onepass.ops.checks import (
+    OPTIONAL_TENSOR,
+    check_like,
+    check_no_grad,
+    check_tensor,
+    check_vector,
+    raise_not_tensor,
+)
+from onepass.ops.plans import Plan, Plans, metadata
 from onepass.ops.registration import register
-from onepass.ops.rows import aligned_16, as_rows, check_output, copy_notes, overlaps, row_stride
+from onepass.ops.rows import (
+    aligned_16,
+    as_out_rows,
+    as_rows,
+    check_output,
+    contiguous_like,
+    copy_notes,
+    overlaps,
+    row_stride,
+    strides_aligned_16,
+)
 
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
 _UNFUSED = "torch.nn.functional.layer_norm followed by the activation"
@@ -84,18 +103,18 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016.
     """
-    _check(x, weight, bias, eps, activation, residual, out, residual_out)
+    _check_values(x, weight, bias, eps, activation, residual, out, residual_out)
     if out is None and residual_out is None:
         if residual is None:
             return _layer_norm(x, weight, bias, eps, activation)
         return _layer_norm_residual(x, residual, weight, bias, eps, activation)
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = contiguous_like(x)
     if residual is None:
         _layer_norm_out(x, weight, bias, eps, activation, out)
         return out
     if residual_out is None:
-        residual_out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        residual_out = contiguous_like(x)
     _layer_norm_residual_out(x, residual, weight, bias, eps, activation, out, residual_out)
     return out, residual_out
 
@@ -124,40 +143,62 @@ def describe(
     residual_out: Tensor | None = None,
 ) -> Desc:
     """The Desc of a call, with the op's own checks; runs nothing."""
-    _check(x, weight, bias, eps, activation, residual, out, residual_out)
+    _check_values(x, weight, bias, eps, activation, residual, out, residual_out)
+    _check_tensors(x, weight, bias, residual, out, residual_out)
     rows = {"x": x, "residual": residual, "out": out, "residual_out": residual_out}
     copied = tuple(name for name, t in rows.items() if t is not None and row_stride(t) is None)
-    strided = [t for name, t in rows.items() if t is not None and name not in copied]
-    aligned = aligned_16(x.element_size(), tuple(row_stride(t) or 0 for t in strided), *strided, weight, bias)
+    strides = [row_stride(t) or 0 for name, t in rows.items() if t is not None and name not in copied]
+    strided = (t for name, t in rows.items() if name not in copied)
+    aligned = aligned_16(weight, bias, *strided) and strides_aligned_16(x.element_size(), strides)
     return _desc(x, weight, bias, activation, residual is not None, aligned, copied)
 
 
-def _check(
+def _check_values(
     x: Any, weight: Any, bias: Any, eps: Any, activation: Any, residual: Any, out: Any, residual_out: Any
 ) -> None:
+    """What metadata says nothing about, in every call."""
     op = "layer_norm"
-    check_tensor(op, "x", x)
-    if x.ndim == 0:
-        raise ArgumentValueError(op, "x", "at least one dimension", "a scalar tensor")
-    n, device = x.shape[-1], x.device
-    if weight is not None:
-        check_vector(op, "weight", weight, n, device)
-    if bias is not None:
-        check_vector(op, "bias", bias, n, device)
+    optional = OPTIONAL_TENSOR
+    if not (
+        isinstance(x, Tensor)
+        and isinstance(weight, optional)
+        and isinstance(bias, optional)
+        and isinstance(residual, optional)
+        and isinstance(out, optional)
+        and isinstance(residual_out, optional)
+    ):
+        raise_not_tensor(
+            op, ("x",), x=x, weight=weight, bias=bias, residual=residual, out=out, residual_out=residual_out
+        )
     if not isinstance(eps, (float, int, torch.SymFloat)):
         raise ArgumentTypeError(op, "eps", "a number", type(eps).__name__)
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(op, "activation", "one of " + ", ".join(map(repr, ACTIVATIONS)), repr(activation))
-    if residual is not None:
-        check_like(op, "residual", residual, x)
-    if out is not None:
-        check_like(op, "out", out, x)
-    if residual_out is not None:
-        if residual is None:
-            raise ArgumentValueError(op, "residual_out", "None without 'residual'", "a tensor")
-        check_like(op, "residual_out", residual_out, x)
+    if residual_out is not None and residual is None:
+        raise ArgumentValueError(op, "residual_out", "None without 'residual'", "a tensor")
     if torch.is_grad_enabled():
         check_no_grad(op, _UNFUSED, x=x, weight=weight, bias=bias, residual=residual)
+
+
+def _check_tensors(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+) -> None:
+    """What metadata decides, once for each."""
+    op = "layer_norm"
+    check_tensor(op, "x", x)
+    if x.ndim == 0:
+        raise ArgumentValueError(op, "x", "at least one dimension", "a scalar tensor")
+    for argument, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_vector(op, argument, vector, x)
+    for argument, like in (("residual", residual), ("out", out), ("residual_out", residual_out)):
+        if like is not None:
+            check_like(op, argument, like, x)
 
 
 def _desc(
@@ -184,7 +225,10 @@ def _desc(
     )
 
 
-def _launch(
+_plans = Plans()
+
+
+def _run(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -194,40 +238,77 @@ def _launch(
     y: Tensor,
     residual_out: Tensor | None,
 ) -> None:
-    """Run the chosen backend on checked arguments; `y` and `residual_out` have a single row stride."""
+    """Run the plan of this call, made at its first time."""
+    aligned = aligned_16(x, weight, bias, residual, y, residual_out)
+    key = (
+        dispatch.forced(),
+        activation,
+        aligned,
+        metadata(x),
+        metadata(weight),
+        metadata(bias),
+        metadata(residual),
+        metadata(y),
+        metadata(residual_out),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        _check_tensors(x, weight, bias, residual, y, residual_out)
+        plan = _plans.keep(key, _plan(x, weight, bias, activation, residual, y, residual_out, aligned))
+    plan(x, weight, bias, eps, residual, y, residual_out)
+
+
+def _plan(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    y: Tensor,
+    residual_out: Tensor | None,
+    aligned: bool,
+) -> Plan:
     if x.numel() == 0:
-        return
-    x, stride_x = as_rows(x)
-    stride_r = stride_ro = 0
-    if residual is not None:
-        residual, stride_r = as_rows(residual)
-        residual_out, stride_ro = as_rows(residual_out)  # type: ignore[arg-type]
-    if weight is not None:
-        weight = weight.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
-    strides = RowStrides(stride_x, stride_r, as_rows(y)[1], stride_ro)
-    aligned = aligned_16(x.element_size(), strides, x, weight, bias, residual, y, residual_out)
-    desc = _desc(x, weight, bias, activation, residual is not None, aligned)
-    dispatch.select("layer_norm", desc).run(desc, x, weight, bias, eps, residual, y, residual_out, strides)
+        return lambda *args: None
+    tensors = (x, residual, y, residual_out, weight, bias)
+    if all(t is None or row_stride(t) is not None for t in tensors):
+        strides = RowStrides(*(0 if t is None else row_stride(t) or 0 for t in tensors[:4]))
+        aligned = aligned and strides_aligned_16(x.element_size(), strides)
+        desc = _desc(x, weight, bias, activation, residual is not None, aligned)
+        return partial(dispatch.prepare("layer_norm", desc), strides)
+    return partial(_run_on_copies, activation)
 
 
-def _contiguous_like(x: Tensor) -> Tensor:
-    # empty_like keeps the strides of a dense tensor, so it is contiguous when x is, and cheaper without the argument.
-    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+def _run_on_copies(
+    activation: str | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    y: Tensor,
+    residual_out: Tensor | None,
+) -> None:
+    """The slower path of rows.py."""
+    x, residual, weight, bias = (None if t is None else as_rows(t) for t in (x, residual, weight, bias))  # type: ignore[assignment]
+    y_rows, total_rows = as_out_rows(y), None if residual_out is None else as_out_rows(residual_out)
+    _run(x, weight, bias, eps, activation, residual, y_rows, total_rows)
+    for target, rows in ((y, y_rows), (residual_out, total_rows)):
+        if rows is not target:
+            target.copy_(rows)  # type: ignore[union-attr, arg-type]
 
 
 def _kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None) -> Tensor:
-    y = _contiguous_like(x)
-    _launch(x, weight, bias, eps, activation, None, y, None)
+    y = contiguous_like(x)
+    _run(x, weight, bias, eps, activation, None, y, None)
     return y
 
 
 def _kernel_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    y, residual_out = _contiguous_like(x), _contiguous_like(x)
-    _launch(x, weight, bias, eps, activation, residual, y, residual_out)
+    y, residual_out = contiguous_like(x), contiguous_like(x)
+    _run(x, weight, bias, eps, activation, residual, y, residual_out)
     return y, residual_out
 
 
@@ -235,10 +316,7 @@ def _kernel_out(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None, out: Tensor
 ) -> None:
     check_output("layer_norm", "out", out, x=x, weight=weight, bias=bias)
-    y = out if row_stride(out) is not None else _contiguous_like(out)
-    _launch(x, weight, bias, eps, activation, None, y, None)
-    if y is not out:
-        out.copy_(y)
+    _run(x, weight, bias, eps, activation, None, out, None)
 
 
 def _kernel_residual_out(
@@ -254,36 +332,61 @@ def _kernel_residual_out(
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     check_output("layer_norm", "out", out, **inputs)
     check_output("layer_norm", "residual_out", residual_out, **inputs)
-    if out.numel() and (out.data_ptr() == residual_out.data_ptr() or overlaps(out, residual_out)):
+    if out.data_ptr() == residual_out.data_ptr() or overlaps(out, residual_out):
         raise ArgumentValueError("layer_norm", "residual_out", "memory apart from 'out'", "an overlap with 'out'")
-    y = out if row_stride(out) is not None else _contiguous_like(out)
-    total = residual_out if row_stride(residual_out) is not None else _contiguous_like(out)
-    _launch(x, weight, bias, eps, activation, residual, y, total)
-    if y is not out:
-        out.copy_(y)
-    if total is not residual_out:
-        residual_out.copy_(total)
+    _run(x, weight, bias, eps, activation, residual, out, residual_out)
+
+
+def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None) -> Tensor:
+    _check_tensors(x, weight, bias, None, None, None)
+    return contiguous_like(x)
+
+
+def _fake_residual(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    _check_tensors(x, weight, bias, residual, None, None)
+    return contiguous_like(x), contiguous_like(x)
+
+
+def _fake_out(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None, out: Tensor
+) -> None:
+    _check_tensors(x, weight, bias, None, out, None)
+
+
+def _fake_residual_out(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    out: Tensor,
+    residual_out: Tensor,
+) -> None:
+    _check_tensors(x, weight, bias, residual, out, residual_out)
 
 
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str? activation) -> Tensor",
     _kernel,
-    lambda x, weight, bias, eps, activation: _contiguous_like(x),
+    _fake,
 )
 _layer_norm_residual = register(
     "layer_norm_residual(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, str? activation)"
     " -> (Tensor, Tensor)",
     _kernel_residual,
-    lambda x, residual, weight, bias, eps, activation: (_contiguous_like(x), _contiguous_like(x)),
+    _fake_residual,
 )
 _layer_norm_out = register(
     "layer_norm_out(Tensor x, Tensor? weight, Tensor? bias, float eps, str? activation, Tensor(a!) out) -> ()",
     _kernel_out,
-    lambda x, weight, bias, eps, activation, out: None,
+    _fake_out,
 )
 _layer_norm_residual_out = register(
     "layer_norm_residual_out(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, str? activation,"
     " Tensor(a!) out, Tensor(b!) residual_out) -> ()",
     _kernel_residual_out,
-    lambda x, residual, weight, bias, eps, activation, out, residual_out: None,
+    _fake_residual_out,
 )

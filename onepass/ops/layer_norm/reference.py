@@ -7,10 +7,14 @@ GELU from Hendrycks and Gimpel (2016).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from onepass.ops.layer_norm.op import Desc
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -31,13 +35,15 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """activation(layer_norm(x + residual)); with a residual also the sum.
 
-    The sum is rounded to x's dtype before the statistics. Everything after it runs in float32, or in float64
-    when x is float64, and is rounded once at the end.
+    The sum is rounded to x's dtype before the statistics. Everything after it runs in float32, with means taken in
+    float64, or all in float64 when x is float64, and is rounded once at the end.
     """
     total = x if residual is None else x + residual
     work = torch.promote_types(x.dtype, torch.float32)
-    centred = total.to(work) - total.to(work).mean(dim=-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    centred = total.to(work) - _mean(total.to(work))
+    # The mean of large values is rounded more coarsely than their spread: centre what is left once more.
+    centred = centred - _mean(centred)
+    y = centred * torch.rsqrt(_mean(centred.square()) + eps)
     if weight is not None:
         y = y * weight.to(work)
     if bias is not None:
@@ -48,24 +54,27 @@ def layer_norm(
     return y if residual is None else (y, total)
 
 
-def unsupported_reasons(desc: object) -> tuple[str, ...]:
+def _mean(t: Tensor) -> Tensor:
+    return t.mean(dim=-1, keepdim=True, dtype=torch.float64).to(t.dtype)
+
+
+def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return ()
 
 
-def run(
-    desc: object,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    y: Tensor,
-    residual_out: Tensor | None,
-    strides: object,
-) -> None:
-    result = layer_norm(x, weight, bias, eps, activation=desc.activation, residual=residual)  # type: ignore[attr-defined]
-    if residual is None:
-        y.copy_(result)
-    else:
-        y.copy_(result[0])
-        residual_out.copy_(result[1])
+def prepare(desc: Desc) -> Callable[..., None]:
+    def run(
+        strides: object,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        y: Tensor,
+        residual_out: Tensor | None,
+    ) -> None:
+        result = layer_norm(x, weight, bias, eps, activation=desc.activation, residual=residual)
+        for target, value in zip((y, residual_out), result if residual is not None else (result,), strict=False):
+            target.copy_(value)  # type: ignore[union-attr]
+
+    return run
