@@ -1,0 +1,17 @@
+"""What child processes run; spawned processes import it by name."""
+
+from __future__ import annotations
+
+import torch
+
+import onepass
+from cases import BF16, normal
+
+
+def norm_on(device_name: str) -> list[float]:
+    """One row of a layer_norm, as numbers that any process can compare."""
+    device = torch.device(device_name)
+    x = normal(device, 5, 576, dtype=BF16)
+    y = onepass.layer_norm(x, activation="silu")
+    assert isinstance(y, torch.Tensor)
+    return y[3].float().tolist()

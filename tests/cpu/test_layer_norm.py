@@ -1,0 +1,21 @@
+"""layer_norm on the CPU: every case on the reference and the CPU backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case, checks, layer_norm
+
+import onepass
+
+CPU = torch.device("cpu")
+
+
+CASES = [case for case in layer_norm.CASES if not case.gpu_only]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_case(backend: str, case: Case) -> None:
+    with onepass.backend(backend):
+        checks.check_case(layer_norm, case.build(CPU))
