@@ -68,11 +68,20 @@ def _compiled(dtype: torch.dtype) -> Callable[..., None]:
 
 
 def prepare(desc: Desc) -> Callable[..., None]:
-    return partial(_run, desc)
+    """The function that runs calls like `desc`, with their strides and tensors."""
+    return partial(_launch, _compiled(desc.dtype), desc.num_rows, desc.num_cols)
 
 
-def _run(desc: Desc, strides: RowStrides, x: Tensor, y: Tensor, out: Tensor) -> None:
-    tiles_per_row = -(-desc.num_cols // _TILE)
+def _launch(
+    kernel: Callable[..., None],
+    num_rows: int,
+    num_cols: int,
+    strides: RowStrides,
+    x: Tensor,
+    y: Tensor,
+    out: Tensor,
+) -> None:
+    tiles_per_row = -(-num_cols // _TILE)
     args = (
         x.data_ptr(),
         y.data_ptr(),
@@ -80,9 +89,8 @@ def _run(desc: Desc, strides: RowStrides, x: Tensor, y: Tensor, out: Tensor) -> 
         strides.x,
         strides.y,
         strides.out,
-        desc.num_cols,
+        num_cols,
         tiles_per_row,
-        cpu.streams(out, strides.out if desc.num_rows > 1 else 0),
+        cpu.streams(out, strides.out if num_rows > 1 else 0),
     )
-    tile_elements = min(desc.num_cols, _TILE)
-    cpu.run_rows(_compiled(desc.dtype), args, desc.num_rows * tiles_per_row, tile_elements)
+    cpu.run_rows(kernel, args, num_rows * tiles_per_row, min(num_cols, _TILE))
