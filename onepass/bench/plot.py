@@ -15,6 +15,8 @@ from onepass.bench.table import bytes_text
 COLUMN_INCHES, HEIGHT_INCHES = 5.4, 6.2
 # In parts of the panel's width and height.
 LABELS_FROM, LABEL_GAP = 0.76, 0.055
+# The sizes span at least this factor, so that a run of one size has an axis too.
+NARROWEST = 64
 # A share far above 100 % comes from a disturbed copy; the panel is for those below.
 SHARE_LIMIT = 200
 TITLES = {"layer_norm_silu": "LayerNorm + SiLU"}
@@ -45,7 +47,7 @@ def _draw(run: Run, rows: list[Row], theme: Theme) -> Any:
         _panel(lower, of_dtype, lambda row: 100 * row.copy_share if row.copy_share else None, main_n, theme)
         _name_lines(upper, ends, theme)
         upper.set_title(dtype)
-        lower.set_xlabel(f"bytes of x (log scale). {note}")
+        lower.set_xlabel(f"bytes of x (log scale){note}")
         if i == 0:
             upper.set_ylabel("speed-up over eager (log scale)")
             lower.set_ylabel("share of the copy's speed, %")
@@ -59,9 +61,10 @@ def _set_scales(upper: Any, lower: Any, rows: Sequence[Row], theme: Theme) -> No
     sizes = [row.tensor_bytes for row in rows]
     upper.set_xscale("log", base=2)
     # The sizes take the part of the width that the names of the lines leave.
-    left, right = min(sizes) / 1.6, max(sizes) * 1.6
+    margin = max(1.6, (NARROWEST / (max(sizes) / min(sizes))) ** 0.5)
+    left, right = min(sizes) / margin, max(sizes) * margin
     upper.set_xlim(left, left * (right / left) ** (1 / (LABELS_FROM - 0.03)))
-    low, high = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
+    low, high = math.ceil(math.log2(left)), math.floor(math.log2(right))
     step = max(2, 2 * round((high - low) / 10))
     ticks = [2.0**e for e in range(low, high + 1) if e % step == 0]
     upper.set_xticks(ticks, [bytes_text(t) for t in ticks])
@@ -92,7 +95,7 @@ def _main_n(rows: Sequence[Row]) -> tuple[int, str]:
     """The commonest N, whose sizes a line connects, and the words for that."""
     widths = Counter(row.shape[-1] for row in rows)
     main_n = widths.most_common(1)[0][0]
-    return main_n, f"Lines: N = {main_n}; hollow: other N" if len(widths) > 1 else ""
+    return main_n, f". Lines: N = {main_n}; hollow: other N" if len(widths) > 1 else ""
 
 
 def _panel(axes: Any, rows: Sequence[Row], figure_of: Figure, main_n: int, theme: Theme) -> list[End]:
@@ -131,8 +134,9 @@ def _name_lines(axes: Any, ends: Sequence[End], theme: Theme) -> None:
 
 
 def _cache_mark(axes: Any, run: Run, theme: Theme, labelled: bool) -> None:
-    """Where x and y together fill the last-level cache."""
-    if not run.machine.cache_bytes:
+    """Where x and y together fill the last-level cache, if that is within the sizes."""
+    left, right = axes.get_xlim()
+    if not left < run.machine.cache_bytes / 2 < right:
         return
     axes.axvline(run.machine.cache_bytes / 2, color=theme.faint, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
     if labelled:

@@ -15,6 +15,8 @@ from onepass.bench.table import bytes_text, duration, figure
 LAUNCH, CACHE, MEMORY, OTHER = "launch-bound", "cache-bound", "memory-bound", "bound by neither"
 # From this share of a copy's speed on, moving bytes is what a kernel waits for.
 COPY_SHARE = 0.5
+# Up to so many times the smallest kernel, launching is a part of a time that can be seen.
+SHORT = 20
 # So many faults a call are more than the odd page: an output is mapped anew each time.
 MANY_FAULTS = 100
 # A quiet machine stays within this from p20 to p80; more than this part of the rows beyond it is a busy one.
@@ -50,15 +52,16 @@ def read(run: Run) -> Iterator[str]:
         yield f"Left out, because the time for a CPU was up: {', '.join(run.left_out)}."
 
 
-def bound(rows: Sequence[Row], machine: Machine, peak_tbps: float) -> str:
-    """What bounds a case: LAUNCH, CACHE, MEMORY or OTHER. `peak_tbps` is the fastest copy of its kind in this run.
+def bound(rows: Sequence[Row], machine: Machine, peak_tbps: float, tiny_us: float) -> str:
+    """What bounds a case: LAUNCH, CACHE, MEMORY or OTHER.
 
-    Launch-bound: even a copy spends more than half of its time on something else than moving bytes. Otherwise
-    cache-bound where what is read and written fits the last-level cache, else memory-bound; but neither where
-    nobody comes near a copy: then arithmetic or latency is in the way.
+    `peak_tbps` is the fastest copy of its kind in this run, `tiny_us` the smallest kernel. Launch-bound: even a
+    copy spends more than half of its time on something else than moving bytes, and is short enough that the
+    smallest kernel is felt in it. Otherwise cache-bound where what is read and written fits the last-level cache,
+    else memory-bound; but neither where nobody comes near a copy: then arithmetic or latency is in the way.
     """
     row = next(row for row in rows if row.kernel_us)
-    if _fits(row, machine) and row.copy_us and row.min_bytes / peak_tbps / 1e6 < 0.5 * row.copy_us:
+    if row.copy_us and row.min_bytes / peak_tbps / 1e6 < 0.5 * row.copy_us < 0.5 * SHORT * tiny_us:
         return LAUNCH
     if max(row.copy_share or 0.0 for row in rows) < COPY_SHARE:
         return OTHER
@@ -141,7 +144,7 @@ def _bounds(cases: list[Case], machine: Machine, ceilings: Ceilings) -> Iterator
     peak_tbps = max([ceilings.cache_copy_tbps, *in_cache]) if machine.device == "cpu" else ceilings.copy_tbps
     kinds: dict[str, list[Case]] = {}
     for rows in cases:
-        kinds.setdefault(bound(rows, machine, peak_tbps), []).append(rows)
+        kinds.setdefault(bound(rows, machine, peak_tbps, ceilings.tiny_kernel_us), []).append(rows)
     gpu = machine.device != "cpu"
     start = "a kernel" if gpu else "a call"
     cold = "; measured cold, as after other layers" if gpu else ""
