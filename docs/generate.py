@@ -31,6 +31,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ops": tables.ops,
     "settings": tables.settings,
     "counts": tables.counts,
+    "example_reference": lambda: tables.definitions(
+        "ops/add_relu/reference.py", "add_relu", "unsupported_reasons", "prepare"
+    ),
+    "example_registration": lambda: tables.definitions("ops/add_relu/op.py", "_add_relu", "_add_relu_out"),
+    "example_reasons": lambda: tables.definitions("ops/add_relu/kernel_cpu.py", "unsupported_reasons"),
+    "example_table": lambda: tables.definitions("dispatch.py", "TABLE"),
     "headline": performance_page.headline,
     "fusion": performance_page.fusion,
 }

@@ -26,6 +26,21 @@ def quickstart() -> str:
     return f"```python\n{code}\n```"
 
 
+def definitions(file: str, *names: str) -> str:
+    """Top-level functions and assignments of a module of onepass, as they stand there."""
+    source = (ROOT / "onepass" / file).read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.get_source_segment(source, node) or ""
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found[ast.unparse(target)] = ast.get_source_segment(source, node) or ""
+    wide = any("\n" in found[name] for name in names)
+    code = ("\n\n\n" if wide else "\n").join(found[name] for name in names)
+    return f"```python\n{code}\n```"
+
+
 def ops() -> str:
     """Ops × backends, from the dispatch table; a number is the order in which a backend is tried."""
     rows = ["| op | what it computes | " + " | ".join(dispatch.BACKENDS) + " |"]
