@@ -42,7 +42,31 @@ class Specialization(NamedTuple):
     multiples_of_16: tuple[int, ...]
     """Indices of run-time arguments whose value is a multiple of 16 (a pointer: of 16 bytes)."""
     num_warps: int
-    max_registers: int | None = None
+    pdl: bool
+    """Launched by programmatic dependent launch: the kernel waits itself for the kernel before it."""
+
+
+class Features(NamedTuple):
+    """What kernels may use of a device."""
+
+    ptx: bool
+    """Inline PTX: NVIDIA GPUs, outside the interpreter."""
+    pdl: bool
+    """Programmatic dependent launch (sm_90 and newer): a kernel's launch overlaps the end of the kernel before it."""
+
+
+def features_of(target: GPUTarget) -> Features:
+    """The features of a compile target."""
+    nvidia = target.backend == "cuda"
+    return Features(ptx=nvidia, pdl=nvidia and target.arch >= 90)
+
+
+def features(device: torch.device) -> Features:
+    """The features of the device a call runs on."""
+    if settings.triton_interpret():
+        return Features(ptx=False, pdl=False)
+    with torch.cuda.device(device):
+        return features_of(driver.active.get_current_target())
 
 
 def pointer(dtype: torch.dtype | None) -> str:
@@ -65,9 +89,9 @@ def compile_kernel(kernel: Any, special: Specialization, target: GPUTarget) -> C
     for i, value in enumerate(special.constants, start=len(special.types)):
         signature[names[i]] = "constexpr"
         constants[(i,)] = value
-    options: dict[str, Any] = {"num_warps": special.num_warps}
-    if special.max_registers is not None and target.backend == "cuda":
-        options["maxnreg"] = special.max_registers
+    options: dict[str, Any] = {"num_warps": special.num_warps, "enable_fp_fusion": True}
+    if special.pdl:
+        options["launch_pdl"] = True
     with _compile_lock, _cache_scope():
         return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
@@ -109,11 +133,6 @@ def _load(kernel: Any, special: Specialization, device: torch.device) -> Launche
                 launcher(grid, tensors, *numbers)
 
     return launcher if torch.cuda.device_count() == 1 else guarded_launcher
-
-
-def uses_ptx() -> bool:
-    """Whether kernels may name PTX instructions: on NVIDIA GPUs, outside the interpreter."""
-    return not settings.triton_interpret() and torch.version.hip is None
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onepass.launch.triton import Specialization, load, pointer, unsupported_device
+from onepass.launch.triton import Features, Specialization, features, load, pointer, unsupported_device
 from onepass.ops.triton_math import activate, narrow, widen
 
 if TYPE_CHECKING:
@@ -29,8 +30,12 @@ def add_relu_kernel(
     stride_ym,
     stride_om,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK columns of one row a program."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks_per_row
     cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
@@ -45,13 +50,13 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return unsupported_device(desc.device)
 
 
-def specialize(desc: Desc) -> tuple[Any, Specialization]:
+def specialize(desc: Desc, features: Features) -> tuple[Any, Specialization]:
     """The kernel and what it is compiled for."""
     types = (*(pointer(desc.dtype),) * 3, "i64", "i64", "i64", "i64", "i64")
     multiples = (0, 1, 2) + ((5, 6, 7) if desc.num_rows > 1 else ()) if desc.aligned else ()
     if desc.num_cols % 16 == 0:
         multiples += (3,)
-    return add_relu_kernel, Specialization(types, (_block(desc),), multiples, NUM_WARPS)
+    return add_relu_kernel, Specialization(types, (_block(desc), features.pdl), multiples, NUM_WARPS, features.pdl)
 
 
 def _block(desc: Desc) -> int:
@@ -59,7 +64,7 @@ def _block(desc: Desc) -> int:
 
 
 def prepare(desc: Desc) -> Callable[..., None]:
-    launch = load(*specialize(desc), desc.device)
+    launch = load(*specialize(desc, features(desc.device)), desc.device)
     blocks_per_row = -(-desc.num_cols // _block(desc))
     grid, num_cols = desc.num_rows * blocks_per_row, desc.num_cols
 

@@ -69,7 +69,7 @@ def is_valid(config: Config, hidden_size: int) -> bool:
     if any(v & (v - 1) or v < 1 for v in (block, rows, num_warps)) or num_warps > 32:
         return False
     if chunks == 0:
-        return rows == 1
+        return rows == 1 and block <= hidden_size
     covers = (chunks - 1) * block < hidden_size <= chunks * block
     return covers and rows * chunks * block <= 64 * WARP_SIZE * num_warps
 

@@ -1,7 +1,9 @@
 """layer_norm on the CPU: each row is read from memory once, and read again from the core's own caches.
 
-Three passes over a row: the mean, summed in float64; the variance about it; the output. With a residual the first
-pass also writes the rounded sum, and the others read that.
+Three passes over a row: a mean to centre on; the sums of the deviations from it and of their squares, which give the
+variance and what the centre lacks to the mean (the corrected two-pass algorithm of Chan, Golub and LeVeque,
+"Algorithms for Computing the Sample Variance", 1983); the output. With a residual the first pass also writes the
+rounded sum, and the others read that.
 """
 
 from __future__ import annotations

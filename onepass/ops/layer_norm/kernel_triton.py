@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onepass.launch.triton import Specialization, load, pointer, unsupported_device, uses_ptx
+from onepass.launch.triton import Features, Specialization, features, load, pointer, unsupported_device
 from onepass.ops.layer_norm import config as configs
 from onepass.ops.triton_math import INTERPRETED, activate, narrow, widen
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 PIVOT = tl.constexpr(8)
 """Elements whose mean centres the variance of half-precision rows."""
+
+FEW_PROGRAMS = 1024
+"""Up to this many programs, a kernel's time is the latency of one."""
 
 LONG_LOAD_STAGES = 4
 """Blocks in flight while a long row's statistics are taken."""
@@ -66,12 +70,22 @@ def _moments(total, squares, scale):
 
 
 @triton.jit
-def _affine(x, weight_ptr, bias_ptr, cols, mask, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
-    """activation(x * weight + bias)."""
+def _load_columns(ptr, cols, mask):
+    """The weight or the bias; where there is none, a number that nobody reads."""
+    if ptr is None:
+        columns = 0.0
+    else:
+        columns = tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
+    return columns
+
+
+@triton.jit
+def _affine(x, weight_ptr, weight, bias_ptr, bias, ACTIVATION: tl.constexpr, PTX: tl.constexpr):
+    """activation(x * weight + bias), without what is None."""
     if weight_ptr is not None:
-        x = x * widen(tl.load(weight_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last"), PTX)
+        x = x * widen(weight, PTX)
     if bias_ptr is not None:
-        x = x + widen(tl.load(bias_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last"), PTX)
+        x = x + widen(bias, PTX)
     return activate(x, ACTIVATION, PTX)
 
 
@@ -96,13 +110,17 @@ def layer_norm_kernel(
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PTX: tl.constexpr,
-    STORE_LAST: tl.constexpr,
+    PDL: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
 ):
     """ROWS rows a program, each in CHUNKS blocks that stay in registers. EVEN: N == BLOCK * CHUNKS.
 
-    The compiler moves no load across a store, so storing block by block fetches the weight block by block, one
-    latency after the other. STORE_LAST fetches it at once, at the price of registers.
+    FEW_ROWS spends registers on latency: the weight is fetched together with x. With many rows the other programs of
+    a multiprocessor hide that latency, and fewer registers make room for more of them. The arithmetic is the same.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     rows_mask = rows < num_rows
     lanes = tl.arange(0, BLOCK)[None, :]
@@ -118,6 +136,13 @@ def layer_norm_kernel(
         mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
         x = _load_sum(x_ptr, residual_ptr, x_row + cols, residual_row + cols, mask, PTX)
         xs = xs + (x,)
+    ws, bs = (), ()
+    if FEW_ROWS:
+        for chunk in tl.static_range(CHUNKS):
+            cols = chunk * BLOCK + lanes
+            mask = _within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
+            ws = ws + (_load_columns(weight_ptr, cols, mask),)
+            bs = bs + (_load_columns(bias_ptr, cols, mask),)
 
     if residual_out_ptr is not None:
         # residual_out may be x itself: no warp may store before every warp has read the first elements.
@@ -150,21 +175,15 @@ def layer_norm_kernel(
     rstd = tl.rsqrt(variance + eps)
     shift = -offset * rstd
 
-    ys = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
         mask = _within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
-        y = _affine(ds[chunk] * rstd + shift, weight_ptr, bias_ptr, cols, mask, ACTIVATION, PTX)
-        y = narrow(y, y_ptr.dtype.element_ty)
-        if STORE_LAST:
-            ys = ys + (y,)
+        if FEW_ROWS:
+            w, b = ws[chunk], bs[chunk]
         else:
-            tl.store(y_ptr + rows * stride_ym + cols, y, mask=rows_mask & mask)
-    if STORE_LAST:
-        for chunk in tl.static_range(CHUNKS):
-            cols = chunk * BLOCK + lanes
-            mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
-            tl.store(y_ptr + rows * stride_ym + cols, ys[chunk], mask=mask)
+            w, b = _load_columns(weight_ptr, cols, mask), _load_columns(bias_ptr, cols, mask)
+        y = _affine(ds[chunk] * rstd + shift, weight_ptr, w, bias_ptr, b, ACTIVATION, PTX)
+        tl.store(y_ptr + rows * stride_ym + cols, narrow(y, y_ptr.dtype.element_ty), mask=rows_mask & mask)
 
 
 @triton.jit
@@ -186,12 +205,16 @@ def layer_norm_long_kernel(
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PTX: tl.constexpr,
+    PDL: tl.constexpr,
     LOAD_STAGES: tl.constexpr,
 ):
     """One row a program, BLOCK columns at a time: statistics first, then the row again, last block first.
 
     EVEN: N is a multiple of BLOCK. N is at least BLOCK.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     y_ptr += row * stride_ym
@@ -231,7 +254,8 @@ def layer_norm_long_kernel(
         cols = last - start + lanes
         mask = _within(lanes < BLOCK, cols, N, EVEN)
         x = widen(tl.load(normed_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first"), PTX)
-        y = _affine((x - mean) * rstd, weight_ptr, bias_ptr, cols, mask, ACTIVATION, PTX)
+        w, b = _load_columns(weight_ptr, cols, mask), _load_columns(bias_ptr, cols, mask)
+        y = _affine((x - mean) * rstd, weight_ptr, w, bias_ptr, b, ACTIVATION, PTX)
         tl.store(y_ptr + cols, narrow(y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -239,9 +263,9 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return unsupported_device(desc.device)
 
 
-def specialize(desc: Desc, config: configs.Config, ptx: bool) -> tuple[Any, Specialization]:
-    """The kernel and what it is compiled for; `ptx`: for an NVIDIA GPU."""
-    ptx = ptx and desc.dtype != torch.float32
+def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[Any, Specialization]:
+    """The kernel and what it is compiled for."""
+    ptx = features.ptx and desc.dtype != torch.float32
     present = desc.dtype if desc.has_residual else None
     types = (
         pointer(desc.dtype),
@@ -256,24 +280,21 @@ def specialize(desc: Desc, config: configs.Config, ptx: bool) -> tuple[Any, Spec
     multiples = pointers_and_strides + ((7,) if desc.hidden_size % 16 == 0 else ())
     kernel: Any
     constants: tuple[Any, ...]
-    max_registers = None
     if config.chunks == 0:
         kernel = layer_norm_long_kernel
-        constants = (config.block, desc.hidden_size % config.block == 0, desc.activation, ptx, LONG_LOAD_STAGES)
+        even = desc.hidden_size % config.block == 0
+        constants = (config.block, even, desc.activation, ptx, features.pdl, LONG_LOAD_STAGES)
     else:
         kernel = layer_norm_kernel
         even = desc.hidden_size == config.block * config.chunks
-        elements_per_thread = config.rows * config.block * config.chunks // (32 * config.num_warps)
-        store_last = elements_per_thread <= 32
-        if store_last and config.num_warps >= 8:
-            max_registers = 64  # 32 warps on a multiprocessor: while one row computes, another loads
-        constants = (config.block, config.chunks, config.rows, even, desc.activation, ptx, store_last)
-    return kernel, Specialization(types, constants, multiples, config.num_warps, max_registers)
+        few_rows = desc.num_rows <= FEW_PROGRAMS * config.rows
+        constants = (config.block, config.chunks, config.rows, even, desc.activation, ptx, features.pdl, few_rows)
+    return kernel, Specialization(types, constants, multiples, config.num_warps, features.pdl)
 
 
 def prepare(desc: Desc) -> Callable[..., None]:
     config = configs.choose(desc)
-    launch = load(*specialize(desc, config, uses_ptx()), desc.device)
+    launch = load(*specialize(desc, config, features(desc.device)), desc.device)
     grid = -(-desc.num_rows // config.rows)
     num_rows, hidden_size = desc.num_rows, desc.hidden_size
 

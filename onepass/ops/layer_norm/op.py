@@ -332,7 +332,7 @@ def _kernel_residual_out(
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     check_output("layer_norm", "out", out, **inputs)
     check_output("layer_norm", "residual_out", residual_out, **inputs)
-    if out.data_ptr() == residual_out.data_ptr() or overlaps(out, residual_out):
+    if out.numel() and (out.data_ptr() == residual_out.data_ptr() or overlaps(out, residual_out)):
         raise ArgumentValueError("layer_norm", "residual_out", "memory apart from 'out'", "an overlap with 'out'")
     _run(x, weight, bias, eps, activation, residual, out, residual_out)
 
