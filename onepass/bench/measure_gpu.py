@@ -108,7 +108,7 @@ def graph_nodes(call: Call) -> int | None:
         driver = ctypes.CDLL("libcuda.so.1")
         _warm_up(call)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             result = call()
         count = ctypes.c_size_t(0)
         status = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
@@ -158,7 +158,8 @@ def _capture(calls: list[Call], n: int) -> torch.cuda.CUDAGraph:
     """A graph of n calls. A fresh result lives until its turn comes again, so fresh outputs rotate as inputs do."""
     results: list[object] = [None] * len(calls)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # The outer stream comes back even where a capture fails on its way out.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         for i in range(n):
             results[i % len(calls)] = calls[i % len(calls)]()
     return graph

@@ -92,7 +92,9 @@ def failures() -> tuple[type[Exception], ...]:
     return tuple(kinds)
 
 
-def first_line(error: Exception) -> str:
-    """The part of an error that fits a table: the first line that says something."""
+def short_reason(error: Exception) -> str:
+    """The part of an error that fits a table: all of our own, whose lines are reasons, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OnepassError):
+        return "; ".join(lines)
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -15,7 +15,7 @@ from rich.text import Text
 from onepass import dispatch, settings
 from onepass.bench import machine
 from onepass.bench.check import Truth
-from onepass.bench.providers import failures, first_line
+from onepass.bench.providers import failures, short_reason
 from onepass.bench.record import check_folder, dtype_name
 from onepass.bench.table import bytes_text
 from onepass.errors import NoBackendError, OutputFolderError
@@ -138,7 +138,7 @@ def _backends(op: str, device: torch.device) -> Iterator[tuple[str, str]]:
                 reasons = "; ".join(dispatch.explain(op, **inputs).reasons[name])
             yield name, reasons
         except failures() as error:
-            yield name, first_line(error)
+            yield name, short_reason(error)
 
 
 def _has_compiler() -> bool:

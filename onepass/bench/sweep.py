@@ -17,9 +17,10 @@ from onepass import dispatch
 from onepass.bench.check import Truth, Verdict, main_tensor
 from onepass.bench.machine import cache_bytes, free_memory
 from onepass.bench.measure import Call, Measured, Timer, WallTimer
-from onepass.bench.providers import EAGER, EAGER_WARM, Function, Provider, failures, first_line, providers_for
+from onepass.bench.providers import EAGER, EAGER_WARM, Function, Provider, failures, providers_for, short_reason
 from onepass.bench.record import Row, Times, dtype_name
 from onepass.bench.warm_heap import WarmHeap
+from onepass.errors import ProviderUnavailableError
 from onepass.ops.spec import Inputs, OpSpec, tensor_bytes
 
 ROUNDS = 5
@@ -62,14 +63,11 @@ def run_case(case: Case, heap: WarmHeap, on_step: OnStep = lambda text: None) ->
     too_large = _too_large(case)
     if too_large:
         return [replace(_blank(case, p), status="unavailable", reason=too_large) for p in providers]
-    # What exists already is no garbage; without this every graph capture would look through all of it.
-    gc.freeze()
     with torch.no_grad(), _on(case.device):
         try:
             return _Comparison(case, providers, heap, on_step).rows()
         finally:
-            gc.unfreeze()
-            gc.collect()
+            gc.collect()  # compiled functions and graphs hold tensors in cycles
             if case.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -105,8 +103,10 @@ class _Comparison:
                     timers[provider.name] = self._timer(provider, function)
                 else:
                     row = replace(row, status="wrong", reason=verdict.reason)
+            except ProviderUnavailableError as error:
+                row = replace(row, status="unavailable", reason=str(error))
             except failures() as error:
-                row = replace(row, status="failed", reason=first_line(error))
+                row = replace(row, status="failed", reason=short_reason(error))
             if provider.name.startswith("onepass") and row.status == "ok":
                 row = replace(row, backend=self._backend())
             rows[provider.name] = row

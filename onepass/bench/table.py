@@ -24,9 +24,14 @@ class _Column:
 
 
 def print_run(run: Run, console: Console) -> None:
-    """All cases of a run, then what the columns mean."""
+    """All cases of a run, then who was not measured anywhere, then what the columns mean."""
+    absent = _absent(run.rows)
     for _, rows in groupby(run.rows, key=lambda row: row.case):
-        print_case(list(rows), console)
+        present = [row for row in rows if (row.provider, row.reason) not in absent]
+        if present:
+            print_case(present, console)
+    for provider, reason in absent:
+        console.print(Text(f"not measured: {provider}: {reason}", style="yellow"))
     gpu = run.machine.device != "cpu"
     kernel = "kernel: the device's time, from a CUDA graph. call: as Python makes it, back to back. " if gpu else ""
     baseline = "" if gpu else " vs warm: over eager on a warm heap."
@@ -35,6 +40,14 @@ def print_run(run: Run, console: Console) -> None:
         "of copy: share of a copy's speed, measured in the same run."
     )
     console.print(Text(legend, style="dim"))
+
+
+def _absent(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Providers that are missing everywhere for one reason, which is then said once."""
+    reasons: dict[str, set[str]] = {}
+    for row in rows:
+        reasons.setdefault(row.provider, set()).add(row.reason)
+    return [(provider, found.pop()) for provider, found in reasons.items() if len(found) == 1 and "" not in found]
 
 
 def print_case(rows: Sequence[Row], console: Console) -> None:

@@ -88,6 +88,16 @@ def test_the_table_fits(run, width: int) -> None:  # type: ignore[no-untyped-def
     assert sum(line.startswith("onepass out=") for line in lines) == sum(r.provider == "onepass out=" for r in run.rows)
 
 
+def test_a_provider_that_is_missing_everywhere_is_said_once() -> None:
+    run, text = gpu_run(), io.StringIO()
+    why = "needs the package 'liger-kernel'"
+    cases = {row.shape: row for row in run.rows}
+    liger = [replace(r, provider="liger", status="unavailable", reason=why, kernel_us=None) for r in cases.values()]
+    rows = sorted((*run.rows, *liger), key=lambda r: list(cases).index(r.shape))
+    print_run(replace(run, rows=tuple(rows)), Console(file=text, width=100))
+    assert text.getvalue().count(why) == 1
+
+
 def test_figures() -> None:
     assert [figure(v) for v in (1234.5, 123.4, 12.34, 1.234, None)] == ["1,234", "123", "12.3", "1.23", "–"]
     assert [duration(v) for v in (1.0, 999.0, 36_600.0)] == ["1.00 µs", "999 µs", "36.6 ms"]

@@ -17,7 +17,9 @@ from onepass.bench.record import Row
 from onepass.bench.sweep import Case, compare_rows, count_steps, make_sets, run_case
 from onepass.bench.warm_heap import WarmHeap
 from onepass.dispatch import TABLE
+from onepass.errors import ProviderUnavailableError
 from onepass.ops import spec as specs
+from onepass.ops.spec import OpSpec
 from tests.cases.bench import measured, row
 
 CPU = torch.device("cpu")
@@ -69,6 +71,10 @@ def refuses(**inputs: Any) -> torch.Tensor:
     raise RuntimeError("no room\nfor details")
 
 
+def missing(spec: OpSpec) -> Callable[..., Any]:
+    raise ProviderUnavailableError("needs the package 'x'")
+
+
 def writes_nothing(x: torch.Tensor, out: torch.Tensor, **inputs: Any) -> torch.Tensor:
     return out
 
@@ -80,8 +86,10 @@ def test_a_wrong_result_is_said_and_not_timed(monkeypatch: pytest.MonkeyPatch) -
         broken("refuses", refuses),
         broken("lazy", writes_nothing, takes_out=True),
         broken("right", specs.load("layer_norm").unfused),
+        Provider("missing", missing),
     )
     rows = run(Case(specs.load("layer_norm"), (8, 128), torch.float32, CPU))
+    assert (rows["missing"].status, rows["missing"].reason) == ("unavailable", "needs the package 'x'")
     assert (rows["wrong"].status, rows["wrong"].kernel_us) == ("wrong", None)
     assert "allowed" in rows["wrong"].reason
     assert (rows["refuses"].status, rows["refuses"].reason) == ("failed", "RuntimeError: no room")
