@@ -105,7 +105,7 @@ def gelu_tanh(out: Any, x: Any) -> Any:
 
 # The normal distribution function Φ is logistic(L) with L(x) = ln Φ(x) - ln Φ(-x) = x · P(x²). P is a Chebyshev fit
 # for the least relative error (0.1 ulp) on |x| ≤ 5.5, in s = x² · 2 / 5.5² - 1, highest power first. Beyond it P
-# stays at its last value: there x · Φ(-x) is below 1.1e-7, and what is returned lies between it and 0.
+# stays at its last value: below -5.5 both x · Φ(x) and what is returned are smaller than 1.1e-7.
 _GELU_LAST = 5.5**2
 _GELU_SCALE = 2.0 / _GELU_LAST
 _gelu_slope = polynomial(
