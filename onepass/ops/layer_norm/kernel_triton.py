@@ -7,7 +7,10 @@ The variance is centred on a pivot, the mean of a row's first K elements: with d
 travel through one exchange between warps, where mean-then-variance takes two. Cancellation is bounded: the K
 elements are part of the row, so (mean - pivot)^2 is at most N / K times the variance, and rounding costs the variance
 at most about N / K * 2^-24 of itself. A row in registers takes K = 8 for half precision (1.2e-4 at N = 16384, far below
-its rounding) and the whole row, the mean, for float32; a long row takes its first block.
+its rounding) and the whole row, the mean, for float32; a long row of half precision takes its first block. For a
+long row of float32 that is not close enough: each lane keeps the mean of its columns and the squares about it
+(Welford, 1962), and the lanes are put together at the end (Chan, Golub and LeVeque, 1979). A half-precision pivot is
+scaled before it is summed: bfloat16 reaches the largest float32, and a constant row of it has a finite result.
 """
 
 from __future__ import annotations
@@ -159,7 +162,7 @@ def layer_norm_kernel(
             total += xs[chunk]
         centre = tl.sum(total, axis=1, keep_dims=True) * scale
     else:
-        centre = tl.sum(first, axis=1, keep_dims=True) * (1.0 / tl.minimum(N, PIVOT))
+        centre = tl.sum(first * (1.0 / tl.minimum(N, PIVOT)), axis=1, keep_dims=True)
 
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -223,9 +226,12 @@ def layer_norm_long_kernel(
         residual_out_ptr += row * stride_rom
     lanes = tl.arange(0, BLOCK)[None, :]
     scale = 1.0 / N
-    # N is at least BLOCK, so the first block is full.
-    first = _load_sum(x_ptr, residual_ptr, lanes, lanes, lanes < BLOCK, PTX)
-    centre = tl.sum(first, axis=1, keep_dims=True) / BLOCK
+    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    means = tl.zeros([1, BLOCK], tl.float32)
+    if x_ptr.dtype.element_ty != tl.float32:
+        # N is at least BLOCK, so the first block is full.
+        first = _load_sum(x_ptr, residual_ptr, lanes, lanes, lanes < BLOCK, PTX)
+        centre = tl.sum(first * (1.0 / BLOCK), axis=1, keep_dims=True)
 
     total = tl.zeros([1, BLOCK], tl.float32)
     squares = tl.zeros([1, BLOCK], tl.float32)
@@ -235,11 +241,24 @@ def layer_norm_long_kernel(
         x = _load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + cols, narrow(x, x_ptr.dtype.element_ty), mask=mask)
-        d = x - centre
+        if x_ptr.dtype.element_ty == tl.float32:
+            d = x - means
+        else:
+            d = x - centre
         if not EVEN:
             d = tl.where(cols < N, d, 0.0)
-        total += d
-        squares += d * d
+        if x_ptr.dtype.element_ty == tl.float32:
+            means += d * (1.0 / (start // BLOCK + 1))
+            squares += d * (x - means)
+        else:
+            total += d
+            squares += d * d
+    if x_ptr.dtype.element_ty == tl.float32:
+        counts = (last // BLOCK + tl.where(last + lanes < N, 1, 0)).to(tl.float32)
+        centre = tl.sum(means * (counts * scale), axis=1, keep_dims=True)
+        d = means - centre
+        total = d * counts
+        squares += total * d
     offset, variance = _moments(total, squares, scale)
     rstd = tl.rsqrt(variance + eps)
     mean = centre + offset
@@ -249,7 +268,6 @@ def layer_norm_long_kernel(
         # The sums were stored by other threads of this program.
         tl.debug_barrier()
         normed_ptr = residual_out_ptr
-    last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
     for start in tl.range(0, N, BLOCK):
         cols = last - start + lanes
         mask = _within(lanes < BLOCK, cols, N, EVEN)
@@ -263,6 +281,11 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return unsupported_device(desc.device)
 
 
+def _integer(size: int) -> str:
+    """The type of a size; a block past it must not overflow."""
+    return "i32" if size < 2**31 - 2**16 else "i64"
+
+
 def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[Any, Specialization]:
     """The kernel and what it is compiled for."""
     ptx = features.ptx and desc.dtype != torch.float32
@@ -274,7 +297,7 @@ def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[
         pointer(desc.bias_dtype),
         pointer(desc.dtype),
         pointer(present),
-        *("i32", "i32", "i64", "i64", "i64", "i64", "fp32"),
+        *(_integer(desc.num_rows), _integer(desc.hidden_size), "i64", "i64", "i64", "i64", "fp32"),
     )
     pointers_and_strides = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11) if desc.aligned else ()
     multiples = pointers_and_strides + ((7,) if desc.hidden_size % 16 == 0 else ())
