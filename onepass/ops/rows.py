@@ -93,11 +93,16 @@ def _extent(t: torch.Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `a` and `b` are exactly the same view. The stride of a dimension of size 1 says nothing."""
+    if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return all(size == 1 or s == t for size, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether any element of `a` shares memory with an element of `b`; False when they are exactly the same view."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    if a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride():
+    if a.numel() == 0 or b.numel() == 0 or _same_elements(a, b):
         return False
     (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
     if a_end <= b_first or b_end <= a_first:
@@ -108,14 +113,25 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
 
 
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether elements of `t` may share memory: its dimensions, smallest stride first, do not nest."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def check_output(op: str, argument: str, out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
     """Each element of `out` has memory of its own, shared with an input only if it is exactly that input.
 
     Raises:
-        ArgumentValueError: `out` overlaps itself (an expanded tensor) or a part of an input.
+        ArgumentValueError: `out` overlaps itself (an expanded tensor, sliding windows) or a part of an input.
     """
-    if not out.is_contiguous() and torch._debug_has_internal_overlap(out) == 1:
-        raise ArgumentValueError(op, argument, "a tensor whose elements do not share memory", "an expanded tensor")
+    if not out.is_contiguous() and _overlaps_itself(out):
+        got = f"shape {list(out.shape)} with strides {list(out.stride())}"
+        raise ArgumentValueError(op, argument, "a tensor whose elements do not share memory", got)
     first, end = _extent(out)
     for name, value in inputs.items():
         if value is None or value.data_ptr() >= end:

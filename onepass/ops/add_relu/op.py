@@ -86,7 +86,10 @@ def describe(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Desc:
     operands = {"x": x, "y": y, "out": out}
     copied = tuple(name for name, t in operands.items() if t is not None and row_stride(t) is None)
     strided = [t for name, t in operands.items() if t is not None and name not in copied]
-    return _desc(x, strided, aligned_16(*strided), copied)
+    aligned = aligned_16(*strided)
+    if (copied or out is None) and not all(t.is_contiguous() for t in strided):
+        aligned = aligned and strides_aligned_16(x.element_size(), (x.shape[-1],))  # copies and fresh outputs
+    return _desc(x, strided, aligned, copied)
 
 
 def _check_values(x: Any, y: Any, out: Any) -> None:
@@ -94,7 +97,7 @@ def _check_values(x: Any, y: Any, out: Any) -> None:
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and isinstance(out, OPTIONAL_TENSOR)):
         raise_not_tensor("add_relu", ("x", "y"), x=x, y=y, out=out)
     if torch.is_grad_enabled():
-        check_no_grad("add_relu", "torch.relu(x + y)", x=x, y=y)
+        check_no_grad("add_relu", "torch.relu(x + y)", x=x, y=y, out=out)
 
 
 def _check_tensors(x: Tensor, y: Tensor, out: Tensor | None) -> None:

@@ -146,10 +146,13 @@ def describe(
     _check_values(x, weight, bias, eps, activation, residual, out, residual_out)
     _check_tensors(x, weight, bias, residual, out, residual_out)
     rows = {"x": x, "residual": residual, "out": out, "residual_out": residual_out}
-    copied = tuple(name for name, t in rows.items() if t is not None and row_stride(t) is None)
+    tensors = {**rows, "weight": weight, "bias": bias}
+    copied = tuple(name for name, t in tensors.items() if t is not None and row_stride(t) is None)
     strides = [row_stride(t) or 0 for name, t in rows.items() if t is not None and name not in copied]
-    strided = (t for name, t in rows.items() if name not in copied)
-    aligned = aligned_16(weight, bias, *strided) and strides_aligned_16(x.element_size(), strides)
+    if copied or out is None or (residual is not None and residual_out is None):
+        strides.append(x.shape[-1])  # copies and fresh outputs are contiguous
+    in_place = (t for name, t in tensors.items() if name not in copied)
+    aligned = aligned_16(*in_place) and strides_aligned_16(x.element_size(), strides)
     return _desc(x, weight, bias, activation, residual is not None, aligned, copied)
 
 
@@ -177,7 +180,8 @@ def _check_values(
     if residual_out is not None and residual is None:
         raise ArgumentValueError(op, "residual_out", "None without 'residual'", "a tensor")
     if torch.is_grad_enabled():
-        check_no_grad(op, _UNFUSED, x=x, weight=weight, bias=bias, residual=residual)
+        inputs = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        check_no_grad(op, _UNFUSED, **inputs, out=out, residual_out=residual_out)
 
 
 def _check_tensors(
