@@ -69,25 +69,24 @@ def prepare(op: str, desc: Any) -> Callable[..., None]:
     Raises:
         NoBackendError: none can; the message lists every backend's reasons.
     """
-    reasons = _reasons(op, desc, forced())
-    for name, why_not in reasons.items():
-        if not why_not:
+    reasons = {}
+    for name in TABLE[op]:
+        reasons[name] = _reasons_of(op, name, desc)
+        if not reasons[name]:
             return _module(op, name).prepare(desc)  # type: ignore[no-any-return]
     lines = [f"no backend of '{op}' can run this call:"]
     lines += [f"  {name}: {'; '.join(why_not)}" for name, why_not in reasons.items()]
     raise NoBackendError("\n".join(lines))
 
 
-def _reasons(op: str, desc: Any, forced_name: str | None) -> dict[str, tuple[str, ...]]:
-    reasons: dict[str, tuple[str, ...]] = {}
-    for name in TABLE[op]:
-        if forced_name is not None and name != forced_name:
-            reasons[name] = (f"the backend '{forced_name}' is forced",)
-        elif name == "reference" and forced_name is None:
-            reasons[name] = (REFERENCE_REASON,)
-        else:
-            reasons[name] = tuple(_module(op, name).unsupported_reasons(desc))
-    return reasons
+def _reasons_of(op: str, backend_name: str, desc: Any) -> tuple[str, ...]:
+    """Why this backend does not run the call; empty when it does. Imports a backend only to ask it."""
+    wanted = forced()
+    if wanted is not None and wanted != backend_name:
+        return (f"the backend '{wanted}' is forced",)
+    if backend_name == "reference" and wanted is None:
+        return (REFERENCE_REASON,)
+    return tuple(_module(op, backend_name).unsupported_reasons(desc))
 
 
 def _module(op: str, backend_name: str) -> Any:
@@ -125,6 +124,6 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if name not in TABLE:
         raise UnknownNameError("op", name, tuple(TABLE))
     desc = importlib.import_module(f"onepass.ops.{name}.op").describe(*args, **kwargs)
-    reasons = _reasons(name, desc, forced())
+    reasons = {b: _reasons_of(name, b, desc) for b in TABLE[name]}
     chosen = next((b for b, why_not in reasons.items() if not why_not), None)
     return Explanation(name, chosen, reasons, desc.notes())

@@ -3,14 +3,13 @@
 Bytes: x once in, y once out (with a residual: two in, two out); the weight and bias come from the L2. Flops: about
 18 instructions an element, which an H200 can just issue at the rate its memory delivers.
 
-The variance is centred on a pivot, the mean of a row's first K elements: with d = x - pivot, sum(d) and sum(d^2)
-travel through one exchange between warps, where mean-then-variance takes two. Cancellation is bounded: the K
-elements are part of the row, so (mean - pivot)^2 is at most N / K times the variance, and rounding costs the variance
-at most about N / K * 2^-24 of itself. A row in registers takes K = 8 for half precision (1.2e-4 at N = 16384, far below
-its rounding) and the whole row, the mean, for float32; a long row of half precision takes its first block. For a
-long row of float32 that is not close enough: each lane keeps the mean of its columns and the squares about it
-(Welford, 1962), and the lanes are put together at the end (Chan, Golub and LeVeque, 1979). A half-precision pivot is
-scaled before it is summed: bfloat16 reaches the largest float32, and a constant row of it has a finite result.
+The variance of a row in registers is centred on a pivot: with d = x - pivot, sum(d) and sum(d^2) travel through one
+exchange between warps, where mean-then-variance takes two. In half precision the pivot is the mean of the row's first
+K = 8 elements. Cancellation is bounded: they are part of the row, so (mean - pivot)^2 is at most N / K times the
+variance, and rounding costs the variance at most about N / K * 2^-24 of itself, 1.2e-4 at N = 16384, far below the
+rounding of the result. float32 needs better: its pivot is the mean. In a long row every lane keeps the mean of its
+columns and the squares about it (Welford, 1962), and the lanes are put together at the end (Chan, Golub and LeVeque,
+1979). Means are scaled before they are summed: a constant row of the largest number has a finite result.
 """
 
 from __future__ import annotations
@@ -60,16 +59,22 @@ def _load_sum(x_ptr, residual_ptr, x_at, residual_at, mask, PTX: tl.constexpr):
 
 
 @triton.jit
-def _moments(total, squares, scale):
-    """From d = x - centre and d^2, [ROWS, BLOCK] each, and scale = 1 / N: (mean - centre, variance), [ROWS, 1] each."""
+def _sum_both(a, b):
+    """The sums along each row, [ROWS, 1] each, in one exchange between warps."""
     if INTERPRETED:  # NumPy sums pairwise only along the last axis
-        total, squares = tl.sum(total, axis=1), tl.sum(squares, axis=1)
+        a, b = tl.sum(a, axis=1), tl.sum(b, axis=1)
     else:
-        total, squares = tl.split(tl.sum(tl.join(total, squares), axis=1))
-    offset = (total * scale)[:, None]
-    variance = (squares * scale)[:, None] - offset * offset
-    # Rounding may leave a tiny negative value for a constant row; NaN must stay NaN.
-    return offset, tl.where(variance < 0.0, 0.0, variance)
+        a, b = tl.split(tl.sum(tl.join(a, b), axis=1))
+    return a[:, None], b[:, None]
+
+
+@triton.jit
+def _rstd(variance, eps):
+    """1 / sqrt(variance + eps), also where that is subnormal, which rsqrt takes for zero."""
+    # Rounding may leave a tiny negative variance for a constant row; NaN must stay NaN.
+    square = tl.where(variance < 0.0, 0.0, variance) + eps
+    small = square < 2.0**-100
+    return tl.rsqrt(tl.where(small, square * 2.0**80, square)) * tl.where(small, 2.0**40, 1.0)
 
 
 @triton.jit
@@ -157,10 +162,11 @@ def layer_norm_kernel(
 
     scale = 1.0 / N
     if x_ptr.dtype.element_ty == tl.float32:
-        total = xs[0]
+        # Scaled before they are summed: the largest float32 does not overflow.
+        total = xs[0] * scale
         for chunk in tl.static_range(1, CHUNKS):
-            total += xs[chunk]
-        centre = tl.sum(total, axis=1, keep_dims=True) * scale
+            total += xs[chunk] * scale
+        centre = tl.sum(total, axis=1, keep_dims=True)
     else:
         centre = tl.sum(first * (1.0 / tl.minimum(N, PIVOT)), axis=1, keep_dims=True)
 
@@ -174,8 +180,9 @@ def layer_norm_kernel(
         total += d
         squares += d * d
         ds = ds + (d,)
-    offset, variance = _moments(total, squares, scale)
-    rstd = tl.rsqrt(variance + eps)
+    total, squares = _sum_both(total, squares)
+    offset = total * scale
+    rstd = _rstd(squares * scale - offset * offset, eps)
     shift = -offset * rstd
 
     for chunk in tl.static_range(CHUNKS):
@@ -227,13 +234,8 @@ def layer_norm_long_kernel(
     lanes = tl.arange(0, BLOCK)[None, :]
     scale = 1.0 / N
     last = (tl.cdiv(N, BLOCK) - 1) * BLOCK
+    # Each lane keeps the mean of its columns and the sum of squares about it.
     means = tl.zeros([1, BLOCK], tl.float32)
-    if x_ptr.dtype.element_ty != tl.float32:
-        # N is at least BLOCK, so the first block is full.
-        first = _load_sum(x_ptr, residual_ptr, lanes, lanes, lanes < BLOCK, PTX)
-        centre = tl.sum(first * (1.0 / BLOCK), axis=1, keep_dims=True)
-
-    total = tl.zeros([1, BLOCK], tl.float32)
     squares = tl.zeros([1, BLOCK], tl.float32)
     for start in tl.range(0, N, BLOCK, num_stages=LOAD_STAGES):
         cols = start + lanes
@@ -241,27 +243,15 @@ def layer_norm_long_kernel(
         x = _load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + cols, narrow(x, x_ptr.dtype.element_ty), mask=mask)
-        if x_ptr.dtype.element_ty == tl.float32:
-            d = x - means
-        else:
-            d = x - centre
+        d = x - means
         if not EVEN:
             d = tl.where(cols < N, d, 0.0)
-        if x_ptr.dtype.element_ty == tl.float32:
-            means += d * (1.0 / (start // BLOCK + 1))
-            squares += d * (x - means)
-        else:
-            total += d
-            squares += d * d
-    if x_ptr.dtype.element_ty == tl.float32:
-        counts = (last // BLOCK + tl.where(last + lanes < N, 1, 0)).to(tl.float32)
-        centre = tl.sum(means * (counts * scale), axis=1, keep_dims=True)
-        d = means - centre
-        total = d * counts
-        squares += total * d
-    offset, variance = _moments(total, squares, scale)
-    rstd = tl.rsqrt(variance + eps)
-    mean = centre + offset
+        means += d * (1.0 / (start // BLOCK + 1))
+        squares += d * (x - means)
+    counts = (last // BLOCK + tl.where(last + lanes < N, 1, 0)).to(tl.float32)
+    mean = tl.sum(means * (counts * scale), axis=1, keep_dims=True)
+    d = means - mean
+    rstd = _rstd(tl.sum(squares + counts * d * d, axis=1, keep_dims=True) * scale, eps)
 
     normed_ptr = x_ptr
     if residual_out_ptr is not None:
