@@ -47,6 +47,8 @@ def _all(t: torch.Tensor, value: float) -> bool:
     return bool((t == value).all())
 
 
-@pytest.mark.parametrize("call", add_relu.overload_calls(CUDA) if torch.cuda.is_available() else (), ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "call", [*add_relu.overload_calls(CUDA)] if torch.cuda.is_available() else [], ids=lambda c: c[0]
+)
 def test_opcheck(call: tuple[str, Any, tuple[Any, ...]]) -> None:
     torch.library.opcheck(call[1], call[2])

@@ -171,7 +171,7 @@ def test_row_strides_past_2_31(n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", layer_norm.overload_calls(CUDA) if torch.cuda.is_available() else (), ids=lambda c: c[0]
+    "call", [*layer_norm.overload_calls(CUDA)] if torch.cuda.is_available() else [], ids=lambda c: c[0]
 )
 def test_opcheck(call: tuple[str, Any, tuple[Any, ...]]) -> None:
     torch.library.opcheck(call[1], call[2])
