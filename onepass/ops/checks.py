@@ -46,8 +46,13 @@ def check_like(op: str, argument: str, value: torch.Tensor, x: torch.Tensor) -> 
         raise ArgumentValueError(op, argument, f"the device of x, {x.device}", value.device)
 
 
-def check_no_grad(op: str, unfused: str, **tensors: torch.Tensor | None) -> None:
-    """No gradient is wanted: ops have no backward pass. Callers skip it where grad mode is off."""
+def any_requires_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient is wanted through any of the tensors, in grad mode: ops have no backward pass."""
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def raise_requires_grad(op: str, unfused: str, **tensors: torch.Tensor | None) -> None:
+    """Name the first argument that requires grad, and what to call instead."""
     for argument, value in tensors.items():
         if value is not None and value.requires_grad:
             raise GradientsNotSupportedError(op, argument, unfused)

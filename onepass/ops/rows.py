@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -73,16 +74,14 @@ def copy_notes(copied: tuple[str, ...], aligned: bool) -> tuple[str, ...]:
 def _byte_view(t: torch.Tensor) -> np.ndarray:
     """A NumPy array over the same addresses. It is never read: only its extents are compared."""
 
-    class _Memory:
-        __array_interface__ = {
-            "version": 3,
-            "typestr": f"|V{t.element_size()}",
-            "shape": tuple(t.shape),
-            "strides": tuple(s * t.element_size() for s in t.stride()),
-            "data": (t.data_ptr(), False),
-        }
-
-    return np.asarray(_Memory())
+    interface = {
+        "version": 3,
+        "typestr": f"|V{t.element_size()}",
+        "shape": tuple(t.shape),
+        "strides": tuple(s * t.element_size() for s in t.stride()),
+        "data": (t.data_ptr(), False),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _extent(t: torch.Tensor) -> tuple[int, int]:

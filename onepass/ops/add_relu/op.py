@@ -11,10 +11,11 @@ from torch import Tensor
 from onepass import dispatch
 from onepass.ops.checks import (
     OPTIONAL_TENSOR,
+    any_requires_grad,
     check_like,
-    check_no_grad,
     check_tensor,
     raise_not_tensor,
+    raise_requires_grad,
 )
 from onepass.ops.plans import Plan, Plans, metadata
 from onepass.ops.registration import register
@@ -96,8 +97,8 @@ def _check_values(x: Any, y: Any, out: Any) -> None:
     """What metadata says nothing about, in every call."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and isinstance(out, OPTIONAL_TENSOR)):
         raise_not_tensor("add_relu", ("x", "y"), x=x, y=y, out=out)
-    if torch.is_grad_enabled():
-        check_no_grad("add_relu", "torch.relu(x + y)", x=x, y=y, out=out)
+    if torch.is_grad_enabled() and any_requires_grad(x, y, out):
+        raise_requires_grad("add_relu", "torch.relu(x + y)", x=x, y=y, out=out)
 
 
 def _check_tensors(x: Tensor, y: Tensor, out: Tensor | None) -> None:
@@ -119,10 +120,10 @@ def _desc(x: Tensor, strided: list[Tensor], aligned: bool, copied: tuple[str, ..
 _plans = Plans()
 
 
-def _run(x: Tensor, y: Tensor, out: Tensor) -> None:
-    """Run the plan of this call, made at its first time."""
+def _run(x: Tensor, y: Tensor, out: Tensor, fresh: bool = False) -> None:
+    """Run the plan of this call, made at its first time. A fresh output is as x's metadata says."""
     aligned = aligned_16(x, y, out)
-    key = (dispatch.forced(), aligned, metadata(x), metadata(y), metadata(out))
+    key = (dispatch.forced(), aligned, metadata(x), metadata(y), None if fresh else metadata(out))
     plan = _plans.get(key)
     if plan is None:
         _check_tensors(x, y, out)
@@ -150,7 +151,7 @@ def _run_on_copies(x: Tensor, y: Tensor, out: Tensor) -> None:
 
 def _kernel(x: Tensor, y: Tensor) -> Tensor:
     out = contiguous_like(x)
-    _run(x, y, out)
+    _run(x, y, out, fresh=True)
     return out
 
 

@@ -12,11 +12,12 @@ from onepass import dispatch
 from onepass.errors import ArgumentTypeError, ArgumentValueError
 from onepass.ops.checks import (
     OPTIONAL_TENSOR,
+    any_requires_grad,
     check_like,
-    check_no_grad,
     check_tensor,
     check_vector,
     raise_not_tensor,
+    raise_requires_grad,
 )
 from onepass.ops.plans import Plan, Plans, metadata
 from onepass.ops.registration import register
@@ -179,9 +180,9 @@ def _check_values(
         raise ArgumentValueError(op, "activation", "one of " + ", ".join(map(repr, ACTIVATIONS)), repr(activation))
     if residual_out is not None and residual is None:
         raise ArgumentValueError(op, "residual_out", "None without 'residual'", "a tensor")
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, out, residual_out):
         inputs = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        check_no_grad(op, _UNFUSED, **inputs, out=out, residual_out=residual_out)
+        raise_requires_grad(op, _UNFUSED, **inputs, out=out, residual_out=residual_out)
 
 
 def _check_tensors(
@@ -241,8 +242,9 @@ def _run(
     residual: Tensor | None,
     y: Tensor,
     residual_out: Tensor | None,
+    fresh: bool = False,
 ) -> None:
-    """Run the plan of this call, made at its first time."""
+    """Run the plan of this call, made at its first time. Fresh outputs are as x's metadata says."""
     aligned = aligned_16(x, weight, bias, residual, y, residual_out)
     key = (
         dispatch.forced(),
@@ -252,8 +254,8 @@ def _run(
         metadata(weight),
         metadata(bias),
         metadata(residual),
-        metadata(y),
-        metadata(residual_out),
+        None if fresh else metadata(y),
+        None if fresh else metadata(residual_out),
     )
     plan = _plans.get(key)
     if plan is None:
@@ -304,7 +306,7 @@ def _run_on_copies(
 
 def _kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None) -> Tensor:
     y = contiguous_like(x)
-    _run(x, weight, bias, eps, activation, None, y, None)
+    _run(x, weight, bias, eps, activation, None, y, None, fresh=True)
     return y
 
 
@@ -312,7 +314,7 @@ def _kernel_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
 ) -> tuple[Tensor, Tensor]:
     y, residual_out = contiguous_like(x), contiguous_like(x)
-    _run(x, weight, bias, eps, activation, residual, y, residual_out)
+    _run(x, weight, bias, eps, activation, residual, y, residual_out, fresh=True)
     return y, residual_out
 
 
