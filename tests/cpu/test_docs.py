@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import onepass
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -47,6 +49,12 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_files_named_in_the_text_exist(page: Path) -> None:
     names = re.findall(r"`((?:onepass|tests|docs|examples)/[\w/.-]+)`", page.read_text(encoding="utf-8"))
     assert [n for n in names if not (ROOT / n).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_onepass_in_the_text_exist(page: Path) -> None:
+    names = set(re.findall(r"\bonepass\.(\w+)", page.read_text(encoding="utf-8")))
+    assert {n for n in names if not hasattr(onepass, n)} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
