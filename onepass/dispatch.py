@@ -86,7 +86,14 @@ def _reasons_of(op: str, backend_name: str, desc: Any) -> tuple[str, ...]:
         return (f"the backend '{wanted}' is forced",)
     if backend_name == "reference" and wanted is None:
         return (REFERENCE_REASON,)
-    return tuple(_module(op, backend_name).unsupported_reasons(desc))
+    try:
+        module = _module(op, backend_name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "onepass"):
+            raise
+        return (f"it needs the package '{package}', which is not installed",)
+    return tuple(module.unsupported_reasons(desc))
 
 
 def _module(op: str, backend_name: str) -> Any:
@@ -111,7 +118,15 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+def _op_name(op: str | Callable[..., Any]) -> str:
+    """The name of an op, also from a short form such as `layer_norm_silu`, which lives in the same module."""
+    module = getattr(op, "__module__", None) or ""
+    if module.startswith("onepass.ops."):
+        return module.split(".")[2]
+    return str(getattr(op, "__name__", op))
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which backend would run `op(*args, **kwargs)`, and why the others would not. Runs nothing.
 
     `op` is an op's name ("layer_norm") or the public function. The arguments are the op's own; wrong ones
@@ -120,7 +135,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         UnknownNameError: no op has this name.
     """
-    name = getattr(op, "__name__", op)
+    name = _op_name(op)
     if name not in TABLE:
         raise UnknownNameError("op", name, tuple(TABLE))
     desc = importlib.import_module(f"onepass.ops.{name}.op").describe(*args, **kwargs)
