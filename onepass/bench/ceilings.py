@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from onepass.bench.copying import copy_calls
 from onepass.bench.machine import cache_bytes
 from onepass.bench.measure import Call, Timer, WallTimer
 from onepass.bench.record import Ceilings, dtype_name
@@ -19,7 +20,7 @@ def measure_ceilings(device: torch.device, dtypes: list[torch.dtype]) -> Ceiling
     """Copy in memory and in the last-level cache, read, matmul in each dtype, and the smallest kernel."""
     with torch.no_grad():
         large = torch.randn(COPY_BYTES[device.type] // 4, device=device)
-        copy_us = _time_us(device, [partial(torch.empty_like(large).copy_, large)])
+        copy_us = _fastest_copy_us(device, large)
         rows = large.view(-1, 4096)
         read_us = _time_us(device, [partial(torch.sum, rows, dim=-1)])
         large_bytes = large.numel() * 4
@@ -27,7 +28,7 @@ def measure_ceilings(device: torch.device, dtypes: list[torch.dtype]) -> Ceiling
 
         small_bytes = cache_bytes(device) // 8
         small = torch.randn(small_bytes // 4, device=device)
-        cache_us = _time_us(device, [partial(torch.empty_like(small).copy_, small)])
+        cache_us = _fastest_copy_us(device, small)
 
         one = torch.randn(1, device=device)
         tiny_us = _time_us(device, [partial(torch.neg, one)])
@@ -45,6 +46,10 @@ def measure_ceilings(device: torch.device, dtypes: list[torch.dtype]) -> Ceiling
         matmul_tflops=matmul,
         tiny_kernel_us=tiny_us,
     )
+
+
+def _fastest_copy_us(device: torch.device, source: torch.Tensor) -> float:
+    return min(_time_us(device, calls) for calls in copy_calls(device, [source]))
 
 
 def _time_us(device: torch.device, calls: list[Call]) -> float:

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from onepass import dispatch
 from onepass.bench.check import Truth, Verdict, main_tensor
+from onepass.bench.copying import copy_calls
 from onepass.bench.machine import cache_bytes, free_memory
 from onepass.bench.measure import Call, Measured, Timer, WallTimer
 from onepass.bench.providers import EAGER, EAGER_WARM, Function, Provider, failures, providers_for, short_reason
@@ -110,8 +111,8 @@ class _Comparison:
             if provider.name.startswith("onepass") and row.status == "ok":
                 row = replace(row, backend=self._backend())
             rows[provider.name] = row
-        copy = self._copy_timer()
-        self._measure(timers, copy)
+        copies = self._copy_timers()
+        self._measure(timers, copies)
         rotated = sum(tensor_bytes(*_tensors(i), *_tensors(o)) for i, o in zip(self._inputs, self._outs, strict=True))
         for name, timer in timers.items():
             rows[name] = _filled(rows[name], timer.result(), rotated if len(self._inputs) > 1 else 0)
@@ -119,7 +120,8 @@ class _Comparison:
         for provider in self._providers:
             if provider.name in timers:
                 rows[provider.name] = self._with_launches(rows[provider.name], provider)
-        return compare_rows(list(rows.values()), copy.result())
+        copy = min((timer.result() for timer in copies), key=lambda measured: measured.kernel.p50)
+        return compare_rows(list(rows.values()), copy)
 
     def _check(self, provider: Provider, function: Function) -> Verdict:
         verdict: Verdict | None = None
@@ -143,21 +145,21 @@ class _Comparison:
         outs = self._outs if provider.takes_out else [{} for _ in self._outs]
         return _make_timer(case.device, [bind(function, i, o) for i, o in zip(self._inputs, outs, strict=True)])
 
-    def _copy_timer(self) -> Timer:
-        """A copy that moves as many bytes as the op must: half of them read, half of them written."""
-        calls: list[Call] = []
+    def _copy_timers(self) -> list[Timer]:
+        """Copies that move as many bytes as the op must: half of them read, half of them written."""
+        sources = []
         for inputs in self._inputs:
             main = main_tensor(inputs).reshape(-1)
             count = max(1, self._case.spec.bytes_moved(inputs) // 2 // main.element_size())
-            source = main.repeat(math.ceil(count / main.numel()))[:count]
-            calls.append(partial(torch.empty_like(source).copy_, source))
-        return _make_timer(self._case.device, calls)
+            sources.append(main.repeat(math.ceil(count / main.numel()))[:count])
+        device = self._case.device
+        return [_make_timer(device, calls) for calls in copy_calls(device, sources)]
 
-    def _measure(self, timers: dict[str, Timer], copy: Timer) -> None:
+    def _measure(self, timers: dict[str, Timer], copies: list[Timer]) -> None:
         seconds = SECONDS_A_PROVIDER.get(self._case.device.type, 0.3) / ROUNDS
         for i in range(ROUNDS):
             self._on_step(f"{self._case.title}: round {i + 1} of {ROUNDS}")
-            for timer in (copy, *timers.values()):
+            for timer in (*copies, *timers.values()):
                 timer.round(seconds)
 
     def _with_launches(self, row: Row, provider: Provider) -> Row:
