@@ -13,4 +13,4 @@ fused = onepass.layer_norm_silu(x, weight, bias)  # x is read once, the result w
 unfused = F.silu(F.layer_norm(x, [4096], weight, bias))  # two kernels, and a round trip through memory between them
 
 print("largest difference:", (fused - unfused).abs().max().item())
-print(onepass.explain("layer_norm", x, weight, bias, activation="silu"))
+print(onepass.explain(onepass.layer_norm_silu, x, weight, bias))
