@@ -1,12 +1,40 @@
-"""onepass: fused kernels for LLM inference. Every byte passes through the chip once."""
+"""onepass: fused kernels for LLM inference. Every byte passes through the chip once.
+
+The ops and all that needs torch load when a name is first used, so that the command line starts at once. An op is
+registered with PyTorch then: a program that only loads an exported graph with onepass's ops in it names them first,
+as in `from onepass import layer_norm`.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from onepass import errors
 from onepass.dispatch import backend, explain
-from onepass.ops.add_relu.op import add_relu
-from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
 from onepass.version import VERSION as __version__
 
+if TYPE_CHECKING:
+    from onepass.ops.add_relu.op import add_relu
+    from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
+    from onepass.warming import warmup
+
+__all__ = ["add_relu", "backend", "explain", "layer_norm", "layer_norm_silu", "warmup"]
+
+_LAZY = {
+    "add_relu": "onepass.ops.add_relu.op",
+    "layer_norm": "onepass.ops.layer_norm.op",
+    "layer_norm_silu": "onepass.ops.layer_norm.op",
+    "warmup": "onepass.warming",
+}
 
 
-__all__ = ["add_relu", "backend", "explain", "layer_norm", "layer_norm_silu"]
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'onepass' has no attribute '{name}'")
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,4 +1,4 @@
-"""The command line: `onepass study`, `bench`, `doctor`, `ops`, `cache`. Thin: the work is in the modules below it.
+"""The command line: `onepass study`, `bench`, `warmup` and the others. Thin: the work is in the modules below it.
 
 Torch is imported by the commands that need it, not for `--help`.
 """
@@ -6,19 +6,19 @@ Torch is imported by the commands that need it, not for `--help`.
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
 from rich.text import Text
 
 from onepass.errors import ArgumentValueError, OnepassError, UnknownNameError
+from onepass.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,33 @@ def bench(
 
 
 @app.command()
+def warmup(
+    op: Annotated[str, typer.Argument(help="The op.", show_default=False)],
+    shape: Annotated[list[str], typer.Option("--shape", help="As 1x4096; may be given more than once.")],
+    argument: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="NAME=VALUE", help="An argument of the op: activation=silu, bias=none."),
+    ] = None,
+    residual: Annotated[bool, typer.Option("--residual", help="With a residual.")] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Compile the kernels that calls of these shapes need, and keep them on disk."""
+    with _errors_as_text():
+        from onepass.warming import warmup as warm
+
+        arguments: dict[str, Any] = dict(_argument(text) for text in argument or ())
+        if residual:
+            import torch
+
+            arguments["residual"] = torch.zeros_like
+        shapes = [_shape(text) for text in shape]
+        target, dtypes = _device(device), _dtypes(dtype)
+        for warmed in warm(op, shapes, dtypes=dtypes or None, device=target, **arguments):
+            _console().print(Text(str(warmed)), soft_wrap=True)
+
+
+@app.command()
 def ops() -> None:
     """List the ops with their backends and dtypes."""
     with _errors_as_text():
@@ -136,7 +163,7 @@ def _run(
     folder = out or Path("results") / machine.describe(device).slug
     check_folder(folder)
     plan = plan_of()
-    with _progress() as (advance, set_total):
+    with progress_bar(sys.stdout.isatty()) as (advance, set_total):
         if real:
             plan = add_real(plan, advance)
         set_total(plan.steps)
@@ -154,35 +181,10 @@ def _run(
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """A bar on a terminal, nothing in a pipe. Gives a function that steps on, and one that sets the total."""
-    console = Console(stderr=True)
-    with Progress(
-        BarColumn(bar_width=12),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        console=console,
-        expand=True,
-        transient=True,
-        auto_refresh=False,  # a thread that draws would take time from what is measured
-        disable=not (console.is_terminal and sys.stdout.isatty()),
-    ) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def advance(text: str) -> None:
-            progress.update(task, advance=1, description=text, refresh=True)
-
-        def set_total(total: int) -> None:
-            progress.update(task, total=total, completed=0)
-
-        yield advance, set_total
-
-
-@contextmanager
 def _errors_as_text() -> Iterator[None]:
     """What a user can act on becomes one line and exit code 2; Ctrl-C exits with 130."""
     try:
+        _load_torch()
         yield
     except OnepassError as error:
         Console(stderr=True).print(Text(f"onepass: {error}", style="red"), soft_wrap=True)
@@ -190,6 +192,18 @@ def _errors_as_text() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         Console(stderr=True).print("onepass: interrupted; no half-written file is left")
         raise typer.Exit(INTERRUPTED) from interrupt
+
+
+def _load_torch() -> None:
+    """Import torch, the long part of a start. Ctrl-C ends the process at once here, without a word.
+
+    As an exception it would leave libraries half loaded, which then fail in ways of their own.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        import torch  # noqa: F401
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _console() -> Console:
@@ -210,10 +224,28 @@ def _dtypes(names: list[str] | None) -> tuple[torch.dtype, ...]:
     return tuple(dict.fromkeys(DTYPES[name] for name in names or ()))
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.split("x")
+    if not all(size.isdecimal() for size in sizes):
+        raise ArgumentValueError("onepass", "--shape", "sizes as in 1x4096", text)
+    return tuple(map(int, sizes))
+
+
+def _argument(text: str) -> tuple[str, str | float | None]:
+    """NAME=VALUE: a number, "none", or a name."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentValueError("onepass", "--with", "NAME=VALUE", text)
+    try:
+        return name, float(value)
+    except ValueError:
+        return name, None if value.lower() == "none" else value
+
+
 def _device(name: str | None) -> torch.device:
     import torch
 
-    from onepass.bench.machine import default_device
+    from onepass.launch.device import default_device
 
     if name is None:
         return default_device()

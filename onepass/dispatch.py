@@ -118,12 +118,17 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _op_name(op: str | Callable[..., Any]) -> str:
-    """The name of an op, also from a short form such as `layer_norm_silu`, which lives in the same module."""
+def op_name(op: str | Callable[..., Any]) -> str:
+    """The name of an op, also from a short form such as `layer_norm_silu`, which lives in the same module.
+
+    Raises:
+        UnknownNameError: no op has this name.
+    """
     module = getattr(op, "__module__", None) or ""
-    if module.startswith("onepass.ops."):
-        return module.split(".")[2]
-    return str(getattr(op, "__name__", op))
+    name = module.split(".")[2] if module.startswith("onepass.ops.") else str(getattr(op, "__name__", op))
+    if name not in TABLE:
+        raise UnknownNameError("op", name, tuple(TABLE))
+    return name
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -135,9 +140,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     Raises:
         UnknownNameError: no op has this name.
     """
-    name = _op_name(op)
-    if name not in TABLE:
-        raise UnknownNameError("op", name, tuple(TABLE))
+    name = op_name(op)
     desc = importlib.import_module(f"onepass.ops.{name}.op").describe(*args, **kwargs)
     reasons = {b: _reasons_of(name, b, desc) for b in TABLE[name]}
     chosen = next((b for b, why_not in reasons.items() if not why_not), None)

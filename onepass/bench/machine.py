@@ -20,11 +20,6 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "cuda-core", "liger-kernel", "f
 UNKNOWN_CACHE = 64 * 2**20
 
 
-def default_device() -> torch.device:
-    """The first GPU, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def describe(device: torch.device) -> Machine:
     """The machine as one of its devices is measured."""
     if device.type == "cuda":

@@ -15,3 +15,8 @@ def norm_on(device_name: str) -> list[float]:
     y = onepass.layer_norm(x, activation="silu")
     assert isinstance(y, torch.Tensor)
     return y[3].float().tolist()
+
+
+def warm(shape: tuple[int, ...]) -> list[str | None]:
+    """The backends that got ready for a shape."""
+    return [w.backend for w in onepass.warmup("layer_norm", [shape], device="cpu", dtypes=[BF16])]

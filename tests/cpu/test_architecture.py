@@ -18,14 +18,16 @@ PACKAGE = ROOT / "onepass"
 LAYERS = (
     {"version"},
     {"errors"},
-    {"settings"},
+    {"settings", "progress"},
     {"launch"},
     {"dispatch"},
     {"ops"},
-    {"tuning"},
+    {"warming"},
     {"fusion", "engine", "integrations"},
     {"bench"},
+    {"tuning"},
     {"cli"},
+    {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

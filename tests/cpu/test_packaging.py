@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import statistics
 import subprocess
@@ -51,6 +52,45 @@ def test_import_touches_no_gpu_and_loads_no_compiler() -> None:
 def test_every_public_name_exists_and_is_documented() -> None:
     for name in onepass.__all__:
         assert getattr(onepass, name).__doc__, name
+        assert name in dir(onepass)
+
+
+def test_names_that_load_on_first_use() -> None:
+    """One at a time in a process of its own, so that each is the first."""
+    uses = {
+        "an attribute": "import onepass; f = onepass.layer_norm",
+        "from": "from onepass import layer_norm as f",
+        "star": "from onepass import *; f = layer_norm",
+        "the module first": "import onepass.ops.layer_norm.op, onepass; f = onepass.layer_norm",
+        "pickled": "import pickle; f = pickle.loads(b'conepass.ops.layer_norm.op\\nlayer_norm\\n.')",
+    }
+    for name, code in uses.items():
+        assert python(f"{code}; print(f.__name__)") == "layer_norm\n", name
+    assert pickle.loads(pickle.dumps(onepass.layer_norm)) is onepass.layer_norm
+    with pytest.raises(AttributeError, match="module 'onepass' has no attribute 'layer_nrom'"):
+        _ = onepass.layer_nrom
+
+
+def test_a_first_use_may_be_compiled() -> None:
+    code = (
+        "import torch, onepass\n"
+        "@torch.compile(fullgraph=True, backend='eager')\n"
+        "def f(x): return onepass.layer_norm_silu(x) + 1\n"
+        "print(tuple(f(torch.ones(3, 96)).shape))"
+    )
+    assert python(code) == "(3, 96)\n"
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from onepass.cli import app; app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    )
+    assert python(code).splitlines()[-1] == "False"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "onepass", "--help"], capture_output=True, text=True, check=True)
+    assert "doctor" in done.stdout
 
 
 @pytest.fixture(scope="module")
