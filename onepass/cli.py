@@ -119,6 +119,25 @@ def warmup(
 
 
 @app.command()
+def tune(
+    op: Annotated[str, typer.Argument(help="The op.", show_default=False)],
+    n: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--n", min=1, help="Length of a row; may be given more than once.", show_default="well-known ones"
+        ),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", help="fp32, bf16 or fp16.", show_default="bf16")] = None,
+    ship: Annotated[bool, typer.Option("--ship", help="For maintainers: write into the package's folder.")] = False,
+) -> None:
+    """Time every config of an op's kernel on this GPU, and keep those that beat the default ones."""
+    with _errors_as_text():
+        from onepass.tuning.command import tune as run
+
+        run(op, n or (), _dtypes(dtype), ship, _console(), sys.stdout.isatty())
+
+
+@app.command()
 def ops() -> None:
     """List the ops with their backends and dtypes."""
     with _errors_as_text():

@@ -54,19 +54,25 @@ class MissingDependencyError(OnepassError, ImportError):
     """An optional package is needed and not installed; the message gives the command that installs it."""
 
     def __init__(self, package: str, needed_for: str, command: str) -> None:
-        super().__init__(f"{needed_for} needs the package '{package}', which is not installed. Install it with: {command}")
+        super().__init__(
+            f"{needed_for} needs the package '{package}', which is not installed. Install it with: {command}"
+        )
 
 
 class CacheNotWritableWarning(UserWarning):
     """Compiled kernels cannot be kept on disk: they work, and are compiled again by the next process."""
 
 
+class TunedConfigWarning(UserWarning):
+    """A file of tuned configs cannot be used: default configs are used instead, and results stay right."""
+
+
 class OutputFolderError(OnepassError, OSError):
     """Results cannot be written where they were asked for."""
 
-    def __init__(self, folder: object, why: str) -> None:
+    def __init__(self, folder: object, why: str, how: str = "Choose another with --out.") -> None:
         self.why = why
-        super().__init__(f"cannot write to the output folder '{folder}': {why}. Choose another with --out.")
+        super().__init__(f"cannot write to the output folder '{folder}': {why}. {how}")
 
 
 class ProviderUnavailableError(OnepassError, RuntimeError):

@@ -80,9 +80,9 @@ class _Comparison:
         self._case, self._providers, self._heap, self._on_step = case, providers, heap, on_step
         on_step(f"{case.title}: inputs")
         if case.given:
-            self._inputs = _rotated(case.given, _count_sets(case))
+            self._inputs = _rotated(case.given, count_sets(case))
         else:
-            self._inputs = make_sets(case.spec, case.shape, case.dtype, case.device, _count_sets(case))
+            self._inputs = make_sets(case.spec, case.shape, case.dtype, case.device, count_sets(case))
         self._outs = [case.spec.allocate_out(inputs) for inputs in self._inputs]
         # Real data is checked set by set, since every set has its own; of random sets one is enough.
         checked = case.given or self._inputs[:1]
@@ -143,7 +143,7 @@ class _Comparison:
             dtype = str(case.dtype).removeprefix("torch.")
             return self._heap.timer(case.spec.op, case.shape, dtype, len(self._inputs))
         outs = self._outs if provider.takes_out else [{} for _ in self._outs]
-        return _make_timer(case.device, [bind(function, i, o) for i, o in zip(self._inputs, outs, strict=True)])
+        return make_timer(case.device, [bind(function, i, o) for i, o in zip(self._inputs, outs, strict=True)])
 
     def _copy_timers(self) -> list[Timer]:
         """Copies that move as many bytes as the op must: half of them read, half of them written."""
@@ -153,7 +153,7 @@ class _Comparison:
             count = max(1, self._case.spec.bytes_moved(inputs) // 2 // main.element_size())
             sources.append(main.repeat(math.ceil(count / main.numel()))[:count])
         device = self._case.device
-        return [_make_timer(device, calls) for calls in copy_calls(device, sources)]
+        return [make_timer(device, calls) for calls in copy_calls(device, sources)]
 
     def _measure(self, timers: dict[str, Timer], copies: list[Timer]) -> None:
         seconds = SECONDS_A_PROVIDER.get(self._case.device.type, 0.3) / ROUNDS
@@ -258,7 +258,7 @@ def _providers(case: Case) -> tuple[Provider, ...]:
     return tuple(p for p in providers_for(case.spec, case.device) if not (p.warm_heap and case.given))
 
 
-def _make_timer(device: torch.device, calls: list[Call]) -> Timer:
+def make_timer(device: torch.device, calls: list[Call]) -> Timer:
     if device.type == "cpu":
         return WallTimer(calls)
     from onepass.bench.measure_gpu import GpuTimer
@@ -266,7 +266,7 @@ def _make_timer(device: torch.device, calls: list[Call]) -> Timer:
     return GpuTimer(calls)
 
 
-def _count_sets(case: Case) -> int:
+def count_sets(case: Case) -> int:
     """How many sets of buffers the calls rotate over.
 
     On a GPU so many that they exceed the last-level cache twice. On a CPU the same for tensors that do not fit
@@ -290,7 +290,7 @@ def _too_large(case: Case) -> str:
     if case.given:
         return ""
     # Each provider keeps fresh results of all sets; inputs are drawn in float32 first.
-    need = _set_bytes(case) * (_count_sets(case) + 2) * (6 if case.device.type == "cuda" else 3)
+    need = _set_bytes(case) * (count_sets(case) + 2) * (6 if case.device.type == "cuda" else 3)
     free = free_memory(case.device)
     return f"needs about {need / 1e9:.0f} GB, {free / 1e9:.0f} GB are free" if need > free else ""
 

@@ -71,7 +71,7 @@ def _specialize(job: Job, features: Any) -> tuple[Any, Any]:
 
     weight = DTYPES[job.weight] if job.weight else dtype
     desc = Desc(device, dtype, weight, weight, job.num_rows, job.n, "silu", job.residual, job.aligned, ())
-    return layer_norm.specialize(desc, config.choose(desc), features)
+    return layer_norm.specialize(desc, config.heuristic(job.n, dtype.itemsize), features)
 
 
 def _nvidia_facts(cubin: bytes, shared: int) -> Facts:

@@ -134,7 +134,7 @@ def test_buffers_rotate_past_the_cache(shape: tuple[int, ...], sets: int, monkey
     monkeypatch.setattr(sweep, "cache_bytes", lambda device: 32 * 2**20)
     case = Case(specs.load("layer_norm"), shape, torch.float32, CPU)
     expected = 1 if 2 * sweep._set_bytes(case) <= 32 * 2**20 else max(2, sets)
-    assert sweep._count_sets(case) == expected
+    assert sweep.count_sets(case) == expected
 
 
 def test_given_data_is_checked_set_by_set(monkeypatch: pytest.MonkeyPatch) -> None:

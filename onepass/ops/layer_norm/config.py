@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from onepass.ops.tuned import lookup
+
 if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import Desc
 
@@ -48,7 +50,18 @@ def heuristic(hidden_size: int, element_size: int) -> Config:
 
 def choose(desc: Desc) -> Config:
     """The tuned config where there is one, else the heuristic's."""
-    return heuristic(desc.hidden_size, desc.dtype.itemsize)
+    n = desc.hidden_size
+    tuned = None
+    if desc.device.type == "cuda":
+        tuned = lookup("layer_norm", "triton", desc.device, n, desc.dtype, lambda numbers: _tuned(numbers, n))
+    return tuned or heuristic(n, desc.dtype.itemsize)
+
+
+def _tuned(numbers: dict[str, int], hidden_size: int) -> Config | None:
+    if set(numbers) != set(Config._fields):
+        return None
+    config = Config(**numbers)
+    return config if is_valid(config, hidden_size) else None
 
 
 def candidates(hidden_size: int, element_size: int) -> list[Config]:

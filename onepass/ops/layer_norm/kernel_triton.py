@@ -305,8 +305,9 @@ def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[
     return kernel, Specialization(types, constants, multiples, config.num_warps, features.pdl)
 
 
-def prepare(desc: Desc) -> Callable[..., None]:
-    config = configs.choose(desc)
+def prepare(desc: Desc, config: configs.Config | None = None) -> Callable[..., None]:
+    """The tuner says which config; calls take the chosen one."""
+    config = config or configs.choose(desc)
     launch = load(*specialize(desc, config, features(desc.device)), desc.device)
     grid = -(-desc.num_rows // config.rows)
     num_rows, hidden_size = desc.num_rows, desc.hidden_size
