@@ -22,6 +22,9 @@ class OpSpec:
     `reference(**inputs)` what is run in float64 for the truth. `allocate_out(inputs)` gives the keyword
     arguments of the out-form. `bytes_moved` and `flops` count what one call must move and compute;
     `unfused_bytes` and `unfused_launches` count the same for the unfused ops.
+
+    The rows of a result (its last dimension) must not depend on each other: of tensors too large for float64 copies,
+    benchmarks run the reference on some rows alone.
     """
 
     op: str
