@@ -24,11 +24,11 @@ from onepass import settings
 from onepass.errors import NoBackendError, UnknownNameError
 
 TABLE: dict[str, tuple[str, ...]] = {
-    "layer_norm": ("triton", "cpu", "reference"),
+    "layer_norm": ("cuda", "triton", "cpu", "reference"),
     "add_relu": ("triton", "cpu", "reference"),
 }
 
-BACKENDS = ("triton", "cpu", "reference")
+BACKENDS = ("cuda", "triton", "cpu", "reference")
 
 REFERENCE_REASON = "runs only when asked for: with onepass.backend('reference')"
 

@@ -3,13 +3,13 @@
 Bytes: x once in, y once out (with a residual: two in, two out); the weight and bias come from the L2. Flops: about
 18 instructions an element, which an H200 can just issue at the rate its memory delivers.
 
-The variance of a row in registers is centred on a pivot: with d = x - pivot, sum(d) and sum(d^2) travel through one
-exchange between warps, where mean-then-variance takes two. In half precision the pivot is the mean of the row's first
-K = 8 elements. Cancellation is bounded: they are part of the row, so (mean - pivot)^2 is at most N / K times the
-variance, and rounding costs the variance at most about N / K * 2^-24 of itself, 1.2e-4 at N = 16384, far below the
-rounding of the result. float32 needs better: its pivot is the mean. In a long row every lane keeps the mean of its
-columns and the squares about it (Welford, 1962), and the lanes are put together at the end (Chan, Golub and LeVeque,
-1979). Means are scaled before they are summed: a constant row of the largest number has a finite result.
+The variance of a row in registers is centred on a pivot, the mean of the row's first K = 8 elements: with
+d = x - pivot, sum(d) and sum(d^2) travel through one exchange between warps, where mean-then-variance takes two.
+Cancellation is bounded: those elements are part of the row, so (mean - pivot)^2 is at most N / K times the variance,
+and rounding costs the variance at most about N / K * 2^-24 of itself, 1.2e-4 at N = 16384, far below the rounding of
+half precision. float32 needs better: its pivot is the mean. In a long row every lane keeps the mean of its columns and
+the squares about it (Welford, 1962), and the lanes are put together at the end (Chan, Golub and LeVeque, 1979). What is
+summed for a mean is scaled first, so that it does not overflow.
 """
 
 from __future__ import annotations
@@ -162,7 +162,6 @@ def layer_norm_kernel(
 
     scale = 1.0 / N
     if x_ptr.dtype.element_ty == tl.float32:
-        # Scaled before they are summed: the largest float32 does not overflow.
         total = xs[0] * scale
         for chunk in tl.static_range(1, CHUNKS):
             total += xs[chunk] * scale

@@ -1,0 +1,91 @@
+"""Compiles CUDA C++ at run time with NVRTC, through cuda-core, and launches it.
+
+A kernel is specialised by macros, and a cubin is made for each set of them; compiling needs no GPU. cuda-core keeps
+the cubins on disk, by source, options and compiler version.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from onepass.launch.cache import cache_folder
+
+INSTALL = "pip install 'onepass[cuda]'"
+
+_compile_lock = threading.Lock()
+_loaded: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+class Specialization(NamedTuple):
+    """All that one compiled kernel depends on, apart from the architecture."""
+
+    source: Path
+    name: str
+    """The kernel, declared extern "C"."""
+    macros: tuple[tuple[str, int], ...]
+    threads: int
+    shared_bytes: int
+    """Dynamic shared memory of a block."""
+
+
+@lru_cache(maxsize=1)
+def missing() -> tuple[str, ...]:
+    """Why CUDA C++ cannot be compiled here; empty when it can."""
+    try:
+        import cuda.core  # noqa: F401
+    except ImportError as error:
+        return (f"it needs the package cuda-core, with NVRTC: {INSTALL} ({error})",)
+    return ()
+
+
+def compile_kernel(special: Specialization, arch: str) -> Any:
+    """The cubin (a `cuda.core.ObjectCode`) for an architecture such as "sm_90a"."""
+    from cuda.core import Program, ProgramOptions
+    from cuda.core.utils import FileStreamProgramCache
+
+    macros = [(name, str(value)) for name, value in special.macros]
+    options = ProgramOptions(arch=arch, std="c++17", define_macro=macros)
+    with _compile_lock, FileStreamProgramCache(cache_folder("cuda")) as cache:
+        return Program(special.source.read_text(encoding="utf-8"), "c++", options).compile("cubin", cache=cache)
+
+
+def load(special: Specialization, device: torch.device, arch: str) -> Callable[..., None]:
+    """A function (grid, *args) that launches the kernel on the device's current stream.
+
+    Arguments: tensors or None for pointers, int for 64-bit integers, `numpy.float32` for floats. Launched by
+    programmatic dependent launch: the kernel waits itself for the kernel before it.
+    """
+    key = (special, device)
+    launcher = _loaded.get(key)
+    if launcher is None:
+        with torch.cuda.device(device):
+            launcher = _loaded[key] = _load(special, device, arch)
+    return launcher
+
+
+def _load(special: Specialization, device: torch.device, arch: str) -> Callable[..., None]:
+    from cuda.core import Device, LaunchConfig, Stream, launch
+
+    Device(device.index).set_current()
+    kernel = compile_kernel(special, arch).get_kernel(special.name)
+    kernel.attributes.max_dynamic_shared_size_bytes = special.shared_bytes
+
+    @lru_cache(maxsize=64)
+    def config(grid: int) -> Any:
+        return LaunchConfig(
+            grid=grid, block=special.threads, shmem_size=special.shared_bytes, programmatic_stream_serialization=True
+        )
+
+    def launcher(grid: int, *args: Any) -> None:
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in args]
+        with torch.cuda.device(device):
+            stream = Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
+            launch(stream, config(grid), kernel, *values)
+
+    return launcher
