@@ -33,15 +33,14 @@ def check_case(table: Any, inputs: Inputs) -> None:
 
 
 def check_case_in_few_calls(table: Any, inputs: Inputs) -> None:
-    """Values, inputs left alone, output form and the last in-place form, on eight rows: for slow interpreters."""
+    """The output form and the last in-place form, on eight rows: for slow interpreters."""
     x = inputs["x"]
     if x.ndim > 1 and x.shape[0] > 8 and x.shape[-1] > 64:
         inputs = {name: value[:8] if is_rows(inputs, name) else value for name, value in inputs.items()}
     before = clone_inputs(inputs)
-    results = call(table, inputs)
-    check_values(table, inputs, results)
+    results = check_output_form(table, inputs, None)
     assert_same_memory(inputs, before, "the call changed its input")
-    check_output_form(table, inputs, results)
+    check_values(table, inputs, results)
     check_in_place(table, inputs, table.in_place_forms(inputs)[-1], results)
 
 
@@ -66,18 +65,20 @@ def check_values(table: Any, inputs: Inputs, results: tuple[Tensor, ...]) -> Non
             assert accuracy.ok, f"'{name}': {accuracy}"
 
 
-def check_output_form(table: Any, inputs: Inputs, expected: tuple[Tensor, ...]) -> None:
-    """Written into the middle of poisoned memory: the same bits, and nothing around them touched."""
+def check_output_form(table: Any, inputs: Inputs, expected: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """Written into the middle of poisoned memory: the same bits (returned), and nothing around them touched."""
     made = {name: poisoned_rows(inputs["x"]) for name in table.outputs(inputs)}
     outputs = {name: out for name, (_, out) in made.items()}
     results = call(table, inputs, **outputs)
     for result, out in zip(results, outputs.values(), strict=True):
         assert result is out
-    assert_same_bits(results, expected, "the form with outputs")
+    if expected is not None:
+        assert_same_bits(results, expected, "the form with outputs")
     for name, (memory, out) in made.items():
         assert not bool(poisoned(out).any()), f"'{name}' has elements that were not written"
         untouched = poisoned(memory) | footprint(out).view(memory.shape)
         assert bool(untouched.all()), f"the call wrote beside '{name}'"
+    return tuple(result.contiguous() for result in results)
 
 
 def check_in_place(table: Any, inputs: Inputs, form: dict[str, str], expected: tuple[Tensor, ...]) -> None:

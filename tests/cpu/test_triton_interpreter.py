@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,5 +24,6 @@ def test_triton_kernels_in_the_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert " passed" in done.stdout
-    assert " skipped" not in done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout
+    assert int(passed[1]) > 150, done.stdout
