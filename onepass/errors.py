@@ -39,6 +39,10 @@ class NoBackendError(OnepassError, RuntimeError):
     """No backend can run the call; the message lists the reasons of each."""
 
 
+class KernelLoadError(OnepassError, RuntimeError):
+    """A compiled kernel could not be loaded on the device."""
+
+
 class UnknownNameError(OnepassError, ValueError):
     """An op, backend or option that does not exist; the message suggests the nearest that does."""
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onepass.errors import KernelLoadError
 from onepass.launch.cache import cache_folder
 
 INSTALL = "pip install 'onepass[cuda]'"
@@ -70,11 +71,18 @@ def load(special: Specialization, device: torch.device, arch: str) -> Callable[.
 
 
 def _load(special: Specialization, device: torch.device, arch: str) -> Callable[..., None]:
+    from cuda.bindings import driver
     from cuda.core import Device, LaunchConfig, Stream, launch
 
     Device(device.index).set_current()
     kernel = compile_kernel(special, arch).get_kernel(special.name)
-    kernel.attributes.max_dynamic_shared_size_bytes = special.shared_bytes
+    # More than 48 KB a block has to be asked for, and cuda-core has no call for that.
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, special.shared_bytes, kernel.handle, device.index)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelLoadError(
+            f"{special.name} needs {special.shared_bytes} bytes of shared memory a block: {status.name}"
+        )
 
     @lru_cache(maxsize=64)
     def config(grid: int) -> Any:

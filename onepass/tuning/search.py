@@ -1,7 +1,8 @@
 """Finds the fastest config of a kernel for one N and dtype: every candidate is checked, then timed alone.
 
 One config serves all numbers of rows, so that a row's bits do not depend on its batch. A candidate's score is the
-geometric mean, over a few numbers of rows, of its time over the best time there.
+geometric mean, over a few numbers of rows, of its time over the best time there; one that loses to the heuristic's
+config at any of them is out, however much it gains elsewhere.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ SECONDS_A_ROUND = 0.03
 
 NEEDED_GAIN = 1.01
 """How many times faster than the heuristic's config another must be to take its place: less is noise."""
+
+ALLOWED_LOSS = 1.03
+"""How many times slower than the heuristic's config another may be at one number of rows."""
 
 MakeTimer = Callable[[torch.device, list[Call]], Timer]
 
@@ -133,10 +137,16 @@ def _best(trials: Sequence[Trial], heuristic: Trial) -> Trial | None:
     if not running:
         return None
     least = {rows: min(trial.time_us[rows] for trial in running) for rows in running[0].time_us}
+    if not heuristic.why_not:
+        running = [trial for trial in running if _loses_nowhere(trial, heuristic)]
     best = min(running, key=lambda trial: _mean(trial.time_us[rows] / us for rows, us in least.items()))
     if not heuristic.why_not and speedup(heuristic, best) < NEEDED_GAIN:
         return heuristic
     return best
+
+
+def _loses_nowhere(trial: Trial, heuristic: Trial) -> bool:
+    return all(us <= ALLOWED_LOSS * heuristic.time_us[rows] for rows, us in trial.time_us.items())
 
 
 def speedup(slow: Trial, fast: Trial) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 CUDA = torch.device("cuda", 0)
 
-# Up to this many programs the Triton kernel takes the form for few rows (kernel_triton.py, which is only imported where
+# Up to this many rows the Triton kernel takes the form for few rows (kernel_triton.py, which is only imported where
 # there is a GPU).
-FEW_PROGRAMS = 1024
+FEW_ROWS = 1024
 
 
 @pytest.mark.parametrize("case", layer_norm.CASES, ids=lambda case: case.name)
@@ -29,10 +30,42 @@ def test_case(case: Case) -> None:
         checks.check_case(layer_norm, case.build(CUDA))
 
 
+def _taken_by_cuda(case: Case) -> bool:
+    """Whether the CUDA kernel, which is for long rows of half precision, runs the case."""
+    if case.gpu_only:
+        return case.name.startswith("long-")
+    with onepass.backend("cuda"):
+        return onepass.explain("layer_norm", **case.build(CUDA)).backend == "cuda"
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+@pytest.mark.parametrize("case", layer_norm.CASES, ids=lambda case: case.name)
+def test_case_in_cuda(case: Case) -> None:
+    """The CUDA kernel on every case that it takes; the table names those `long-`, and there are others."""
+    if not _taken_by_cuda(case):
+        assert not case.name.startswith("long-")
+        pytest.skip("not a case of the CUDA kernel")
+    with onepass.backend("cuda"):
+        checks.check_case(layer_norm, case.build(CUDA))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+@pytest.mark.parametrize(("n", "dtype"), [(32768, BF16), (90112, FP16)])
+def test_a_row_has_the_same_bits_in_every_batch_in_cuda(n: int, dtype: torch.dtype) -> None:
+    x = normal(CUDA, 300, n, dtype=dtype)
+    with onepass.backend("cuda"):
+        checks.check_batch_independence(layer_norm, {"x": x, **layer_norm.params(CUDA, n, dtype, dtype)})
+
+
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("n", [1, 17, 576, 768, 1024, 4096, 14336, 16384, 32768])
 def test_a_row_has_the_same_bits_in_every_batch(n: int, aligned: bool) -> None:
-    checks.check_batch_independence(layer_norm, _batch(n, BF16, aligned))
+    with onepass.backend("triton"):
+        checks.check_batch_independence(layer_norm, _batch(n, BF16, aligned))
 
 
 @pytest.mark.parametrize(("n", "dtype"), [(17, FP32), (576, FP32), (4096, FP32), (32768, FP32), (768, FP16)])
@@ -48,7 +81,7 @@ def test_a_row_has_the_same_bits_in_every_batch_with_a_residual(n: int) -> None:
 
 def _batch(n: int, dtype: torch.dtype, aligned: bool) -> Inputs:
     """Enough rows for the kernel of many rows, where there is one."""
-    rows = FEW_PROGRAMS * heuristic(n, dtype.itemsize).rows + 3
+    rows = FEW_ROWS + 3
     offset = 0 if aligned else 1
     x = normal(CUDA, rows * n + offset, dtype=dtype)[offset:].view(rows, n)
     return {"x": x, **layer_norm.params(CUDA, n, dtype, dtype), "activation": "silu"}
@@ -106,10 +139,12 @@ def test_strided_offsets_past_2_31() -> None:
     assert torch.equal(x[_some(x)], before)
 
 
-def test_long_rows_with_offsets_past_2_31() -> None:
+@pytest.mark.parametrize("backend", ["triton", None], ids=["triton", "default"])
+def test_long_rows_with_offsets_past_2_31(backend: str | None) -> None:
     x = _large(65537, 32776)
     inputs = {"x": x, **layer_norm.params(CUDA, 32776, BF16, BF16)}
-    results = checks.call(layer_norm, inputs, out=x[:, :])
+    with onepass.backend(backend) if backend else nullcontext():
+        results = checks.call(layer_norm, inputs, out=x[:, :])
     _check_some_rows({**inputs, "x": _large(65537, 32776)}, results)
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import Desc
 
 WARP_SIZE = 32
-VECTOR_BYTES = 16
+WARP_BYTES = 16 * WARP_SIZE
+"""What a warp loads at once: 16 bytes a lane."""
+
 MAX_RESIDENT = 16384
 """Longest row kept in registers: 32 elements a thread in 16 warps."""
 
@@ -39,7 +41,7 @@ def heuristic(hidden_size: int, element_size: int) -> Config:
     """
     if hidden_size > MAX_RESIDENT:
         return Config(block=8192 // (element_size // 2), chunks=0, rows=1, num_warps=16)
-    warp_block = WARP_SIZE * VECTOR_BYTES // element_size
+    warp_block = WARP_BYTES // element_size
     if hidden_size <= 4 * warp_block:
         block = min(warp_block, max(16, _power_of_two(hidden_size)))
         chunks = -(-hidden_size // block)
@@ -66,7 +68,7 @@ def _tuned(numbers: dict[str, int], hidden_size: int) -> Config | None:
 
 def candidates(hidden_size: int, element_size: int) -> list[Config]:
     """What the tuner tries: every valid config around the heuristic's."""
-    warp_block = WARP_SIZE * VECTOR_BYTES // element_size
+    warp_block = WARP_BYTES // element_size
     default = heuristic(hidden_size, element_size)
     found = {default}
     if hidden_size <= 4 * warp_block:

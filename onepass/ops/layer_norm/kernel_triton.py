@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 PIVOT = tl.constexpr(8)
 """Elements whose mean centres the variance of half-precision rows."""
 
-FEW_PROGRAMS = 1024
-"""Up to this many programs, a kernel's time is the latency of one."""
+FEW_ROWS = 1024
+"""Up to this many rows, a kernel's time is the latency of one program."""
 
 LONG_LOAD_STAGES = 4
 """Blocks in flight while a long row's statistics are taken."""
@@ -299,16 +299,23 @@ def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[
     else:
         kernel = layer_norm_kernel
         even = desc.hidden_size == config.block * config.chunks
-        few_rows = desc.num_rows <= FEW_PROGRAMS * config.rows
-        constants = (config.block, config.chunks, config.rows, even, desc.activation, ptx, features.pdl, few_rows)
+        rows = rows_per_program(desc, config)
+        few_rows = desc.num_rows <= FEW_ROWS
+        constants = (config.block, config.chunks, rows, even, desc.activation, ptx, features.pdl, few_rows)
     return kernel, Specialization(types, constants, multiples, config.num_warps, features.pdl)
+
+
+def rows_per_program(desc: Desc, config: configs.Config) -> int:
+    """The config's; of few rows one, where a block spans all lanes, so that its layout and its sums stay the same."""
+    spans_all_lanes = config.block * desc.dtype.itemsize == config.num_warps * configs.WARP_BYTES
+    return 1 if desc.num_rows <= FEW_ROWS and spans_all_lanes else config.rows
 
 
 def prepare(desc: Desc, config: configs.Config | None = None) -> Callable[..., None]:
     """The tuner says which config; calls take the chosen one."""
     config = config or configs.choose(desc)
     launch = load(*specialize(desc, config, features(desc.device)), desc.device)
-    grid = -(-desc.num_rows // config.rows)
+    grid = -(-desc.num_rows // rows_per_program(desc, config))
     num_rows, hidden_size = desc.num_rows, desc.hidden_size
 
     def run(
