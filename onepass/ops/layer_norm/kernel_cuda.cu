@@ -14,15 +14,21 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+enum { NONE, SILU, GELU, GELU_TANH, RELU };
+
 constexpr int CONSUMERS = 512;
 constexpr int THREADS = CONSUMERS + 128;  // registers move between groups of 4 warps, so the producer has one
+// What the groups ask for must fit what the block was launched with, or the last one waits for ever.
+constexpr int LAUNCH_REGISTERS = 96, CONSUMER_REGISTERS = 112, PRODUCER_REGISTERS = 24;
+static_assert(CONSUMERS * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= THREADS * LAUNCH_REGISTERS, "registers");
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int CHUNK_BYTES = 16384;
 constexpr int VECTORS_A_CHUNK = CHUNK_BYTES / 16 / CONSUMERS;  // a vector: 16 bytes, 8 elements
 constexpr int ROW_BYTES = 2 * N;
 constexpr int CHUNKS = (ROW_BYTES + CHUNK_BYTES - 1) / CHUNK_BYTES;
 constexpr int VECTORS = CHUNKS * VECTORS_A_CHUNK;  // of a thread, the last ones perhaps past the row
-constexpr bool WEIGHT_IN_REGISTERS = HAS_WEIGHT && VECTORS <= 16;
+// 4 registers a vector; erf needs some of its own.
+constexpr bool WEIGHT_IN_REGISTERS = HAS_WEIGHT && VECTORS <= (ACTIVATION == GELU ? 12 : 16);
 constexpr bool BIAS_IN_REGISTERS = HAS_BIAS && VECTORS <= 8;
 static_assert(N % 8 == 0 && CHUNKS < SLOTS, "a row of whole vectors, and room for the next one");
 
@@ -71,8 +77,9 @@ __device__ __forceinline__ float2 widen(u32 pair) {
     v.x = __uint_as_float(pair << 16);
     v.y = __uint_as_float(pair & 0xffff0000u);
 #else
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(v.x), "=f"(v.y) : "r"(pair));
+    // volatile: else the compiler converts the weight once, before all rows, and has no registers for that
+    asm volatile("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+                 : "=f"(v.x), "=f"(v.y) : "r"(pair));
 #endif
     return v;
 }
@@ -94,8 +101,6 @@ __device__ __forceinline__ float sigmoid(float x) {
         " rcp.approx.ftz.f32 %0, t; }" : "=f"(y) : "f"(x));
     return y;
 }
-
-enum { NONE, SILU, GELU, GELU_TANH, RELU };
 
 __device__ __forceinline__ float activate(float x) {
     if (ACTIVATION == SILU) return x * sigmoid(x);
@@ -258,10 +263,10 @@ layer_norm_long_row_kernel(const unsigned char* x, const uint4* weight, const ui
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x >= CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         if (threadIdx.x == CONSUMERS) produce(s, x, num_rows, stride_x_bytes);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 120;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume(s, weight, bias, y, num_rows, stride_y_bytes, eps);
     }
 }
