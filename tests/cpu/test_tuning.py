@@ -113,7 +113,7 @@ def test_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_best_over_all_numbers_of_rows_wins() -> None:
-    """Block 2 gains most and is out, since it loses at the end; block 3 is best of the others, though fastest nowhere."""
+    """Block 2 gains most and is out, since it loses at the end; block 3 is the best of the others."""
     times = {1: (10, 10, 10), 2: (5, 5, 10.4), 3: (8, 8, 10.2), 4: (20, 20, 9)}
     outcome = run(tunable(1, 2, 3, 4), lambda block, rows: times[block][ROWS.index(rows)])
     assert outcome.best is not None
