@@ -55,7 +55,7 @@ def facts(job: Job) -> Facts:
     compiled = compile_kernel(*_specialize(job, features_of(target)), target)
     if target.backend == "hip":
         return _amd_facts(compiled.asm["amdgcn"], compiled.metadata.shared)
-    return _nvidia_facts(compiled.asm["cubin"], compiled.metadata.shared)
+    return nvidia_facts(compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def _specialize(job: Job, features: Any) -> tuple[Any, Any]:
@@ -74,7 +74,7 @@ def _specialize(job: Job, features: Any) -> tuple[Any, Any]:
     return layer_norm.specialize(desc, config.heuristic(job.n, dtype.itemsize), features)
 
 
-def _nvidia_facts(cubin: bytes, shared: int) -> Facts:
+def nvidia_facts(cubin: bytes, shared: int) -> Facts:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -227,7 +227,9 @@ def _values() -> Iterator[Case]:
     for n in (576, 4096, 16384):
         for dtype, size in ((BF16, 1e4), (FP16, 6e4), (FP32, 1e6)):
             yield _rows(f"outliers-first-8-{n}-{NAMES[dtype]}", dtype, _outliers_first(8, size), n=n)
-    yield _rows("outliers-first-8-small-rest-fp16", FP16, _outliers_first(8, 6e4, rest=1e-3), n=4096)
+    for n in (4096, 16384, 32768, 65536):
+        rows = 16 if n == 4096 else 4
+        yield _rows(f"outliers-first-8-small-rest-fp16-{n}", FP16, _outliers_first(8, 6e4, rest=1e-3), n=n, rows=rows)
     yield _rows("outliers-first-block-fp32", FP32, _outliers_first(4096, 1e4), n=65536, rows=2)
     yield _rows("outliers-first-block-bf16", BF16, _outliers_first(8192, 1e3), n=65536, rows=2)
     yield _rows("outliers-last-fp32", FP32, lambda x: x[:, -8:].fill_(1e5), n=4096)
@@ -344,6 +346,35 @@ def _parameters() -> Iterator[Case]:
         yield Case(f"parameters-{named.__name__.replace('_', '-')}", named)
 
 
+def _long_rows() -> Iterator[Case]:
+    """Half precision, aligned, more columns than registers hold: on sm_90 the CUDA kernel takes them."""
+
+    def build(
+        n: int, dtype: torch.dtype, weight: bool, bias: bool, activation: str | None, rows: int = 3, gap: int = 0
+    ) -> Callable[[torch.device], Inputs]:
+        def make(device: torch.device) -> Inputs:
+            x = normal(device, rows, n + gap, dtype=dtype)[:, :n]
+            return {
+                "x": x,
+                **params(device, n, dtype if weight else None, dtype if bias else None),
+                "activation": activation,
+            }
+
+        return make
+
+    yield Case("long-16392-bf16", build(16392, BF16, True, True, None))
+    yield Case("long-16384-plus-64-fp16-silu", build(16448, FP16, True, True, "silu"))
+    yield Case("long-24584-bf16-no-parameters", build(24584, BF16, False, False, None))
+    yield Case("long-32768-bf16-silu", build(32768, BF16, True, True, "silu"))
+    yield Case("long-50000-fp16-weight", build(50000, FP16, True, False, "gelu_tanh"))
+    yield Case("long-65536-bf16-bias", build(65536, BF16, False, True, "relu"))
+    yield Case("long-90112-bf16-gelu", build(90112, BF16, True, True, "gelu"))
+    yield Case("long-32768-strided", build(32768, BF16, True, True, None, gap=8))
+    yield Case("long-40960-700-rows", build(40960, BF16, True, True, None, rows=700), many_programs=True, gpu_only=True)
+    yield _rows("long-special-rows-bf16", BF16, _special, n=32768, rows=8, activation="silu")
+    yield _rows("long-constant-rows-fp16", FP16, lambda x: x[::2].fill_(0.37), n=32768, rows=4)
+
+
 def _activations() -> Iterator[Case]:
     for activation in ACTIVATIONS[1:]:
         for dtype in (BF16, FP32):
@@ -375,7 +406,16 @@ def _residuals() -> Iterator[Case]:
     yield Case("residual-769", plain((16, 769), BF16, residual=True))
 
 
-CASES = (*_sizes(), *_layouts(), *_empty(), *_values(), *_parameters(), *_activations(), *_residuals())
+CASES = (
+    *_sizes(),
+    *_layouts(),
+    *_empty(),
+    *_values(),
+    *_parameters(),
+    *_long_rows(),
+    *_activations(),
+    *_residuals(),
+)
 
 
 def check_largest_constant_rows(device: torch.device, n: int) -> None:

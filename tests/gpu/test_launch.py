@@ -33,19 +33,22 @@ def _norm(x: Tensor, **more: object) -> Tensor:
 # N16: nothing was compiled, loaded or allocated before the capture begins.
 FIRST_CALL_IN_CAPTURE = """
 import torch, onepass
+long = torch.randn(5, 32768, device="cuda", dtype=torch.bfloat16)  # on sm_90 a CUDA kernel
 x, r = (torch.randn(5, 640, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 w = torch.randn(640, device="cuda")
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     y, total = onepass.layer_norm(x, w, residual=r, activation="gelu")
     z = onepass.add_relu(y, total)
+    long_y = onepass.layer_norm(long, activation="silu")
 for seed in range(3):
     torch.manual_seed(seed)
-    x.normal_(), r.normal_()
+    x.normal_(), r.normal_(), long.normal_()
     graph.replay()
     y2, total2 = onepass.layer_norm(x, w, residual=r, activation="gelu")
     assert torch.equal(y, y2) and torch.equal(total, total2) and torch.equal(z, torch.relu(y + total))
     assert torch.equal(total, x + r)
+    assert torch.equal(long_y, onepass.layer_norm(long, activation="silu"))
     truth = torch.nn.functional.gelu(torch.nn.functional.layer_norm(total.double(), (640,), w.double()))
     torch.testing.assert_close(y.double(), truth, rtol=2**-8, atol=1e-5)
 print("replayed")
@@ -105,7 +108,9 @@ def _calls_with_outputs() -> list[Callable[[], object]]:
     strided = normal(CUDA, 16, 1152, dtype=BF16)[:, :576]
     weight, bias = layer_norm.params(CUDA, 576, BF16, BF16).values()
     out, total = torch.empty_like(x), torch.empty_like(x)
+    long, long_out = normal(CUDA, 5, 32768, dtype=BF16), torch.empty(5, 32768, dtype=BF16, device=CUDA)
     return [
+        lambda: onepass.layer_norm(long, activation="silu", out=long_out),
         lambda: onepass.layer_norm(x, weight, bias, activation="silu", out=out),
         lambda: onepass.layer_norm(strided, weight, bias, out=strided),
         lambda: onepass.layer_norm(x, residual=residual, out=out, residual_out=total),
@@ -158,8 +163,8 @@ def test_the_current_stream_is_used() -> None:
 
 
 def test_threads() -> None:
-    """Eight threads start with the same three kernels, none of them compiled yet."""
-    sizes = (1300, 1301, 40001)
+    """Eight threads start with the same four kernels, none of them compiled yet."""
+    sizes = (1300, 1301, 40000, 40001)
     barrier = threading.Barrier(8)
     results: list[list[Tensor]] = [[] for _ in range(8)]
     errors: list[BaseException] = []
@@ -169,7 +174,7 @@ def test_threads() -> None:
             stream = torch.cuda.Stream()
             barrier.wait()
             with torch.cuda.stream(stream):
-                for _ in range(20):
+                for _ in range(10):
                     ys = [_norm(normal(CUDA, 3, n, dtype=BF16, seed=index), activation="silu") for n in sizes]
                 results[index] = ys
             stream.synchronize()
@@ -202,12 +207,16 @@ def test_the_device_of_the_tensor_counts() -> None:
             x, residual = normal(device, 5, 1402, dtype=BF16), normal(device, 5, 1402, dtype=BF16, seed=1)
             y, total = onepass.layer_norm(x, residual=residual)
             z = onepass.add_relu(x, residual)
+            long = normal(device, 3, 40008, dtype=BF16)
+            long_y = _norm(long)
             assert torch.cuda.current_device() == current.index
         assert y.device == total.device == z.device == device
         assert torch.equal(total, x + residual)
         assert torch.equal(z, torch.relu(x + residual))
         truth = torch.nn.functional.layer_norm(total.double(), (1402,))
         torch.testing.assert_close(y.double(), truth, rtol=2**-8, atol=1e-5)
+        truth = torch.nn.functional.layer_norm(long.double(), (40008,))
+        torch.testing.assert_close(long_y.double(), truth, rtol=2**-8, atol=1e-5)
 
 
 def test_on_the_gpu_triton_runs() -> None:

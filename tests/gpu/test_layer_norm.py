@@ -12,7 +12,6 @@ from torch import Tensor
 
 import onepass
 from onepass.ops.accuracy import compare
-from onepass.ops.layer_norm.config import heuristic
 from onepass.ops.spec import Inputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
