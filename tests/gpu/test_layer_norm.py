@@ -53,7 +53,7 @@ def test_case_in_cuda(case: Case) -> None:
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
 )
-@pytest.mark.parametrize(("n", "dtype"), [(32768, BF16), (90112, FP16)])
+@pytest.mark.parametrize(("n", "dtype"), [(32768, BF16), (90112, BF16)])
 def test_a_row_has_the_same_bits_in_every_batch_in_cuda(n: int, dtype: torch.dtype) -> None:
     x = normal(CUDA, 300, n, dtype=dtype)
     with onepass.backend("cuda"):

@@ -80,8 +80,8 @@ def layer_norm(
     """LayerNorm over the last dimension, with a residual add before and an activation after it, in one kernel.
 
     y = activation((s - mean(s)) / sqrt(var(s) + eps) * weight + bias), s = x + residual rounded to x's dtype.
-    Arithmetic is in float32 with a centred variance; y is rounded once. A row's bits depend on N and the dtypes
-    only, not on the other rows.
+    Arithmetic is in float32 with a centred variance; y is rounded once. A row's bits depend on
+    N, the dtypes, the alignment of memory and the backend, never on the other rows.
 
     Args:
         x: [..., N], float32, bfloat16 or float16, any row strides; other layouts are copied first.
