@@ -17,7 +17,7 @@ import torch
 from onepass.errors import KernelLoadError
 from onepass.launch.cache import cache_folder
 
-INSTALL = "pip install 'onepass[cuda]'"
+INSTALL = "pip install 'cuda-core[cu13]'"
 
 _compile_lock = threading.Lock()
 _loaded: dict[tuple[Any, ...], Callable[..., None]] = {}

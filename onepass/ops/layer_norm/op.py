@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -64,6 +64,34 @@ class RowStrides(NamedTuple):
     residual: int
     y: int
     residual_out: int
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    residual: None = None,
+    out: Tensor | None = None,
+    residual_out: None = None,
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    residual: Tensor,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def layer_norm(
@@ -129,7 +157,7 @@ def layer_norm_silu(
     out: Tensor | None = None,
 ) -> Tensor:
     """silu(layer_norm(x)): the short form of `layer_norm(..., activation="silu")`."""
-    return layer_norm(x, weight, bias, eps, activation="silu", out=out)  # type: ignore[return-value]
+    return layer_norm(x, weight, bias, eps, activation="silu", out=out)
 
 
 def describe(
