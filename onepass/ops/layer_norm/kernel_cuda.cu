@@ -7,7 +7,7 @@
 // the result) and free its slots chunk by chunk in the second pass, while the next row is arriving behind it. The
 // weight stays in registers for all rows, and so does the bias where it fits.
 //
-// Bytes a row: 2N in, 2N out; the bias 2N from the L2 where it is not in registers. Instructions: about 15 an element.
+// Bytes a row: 2N in, 2N out; the bias 2N from the L2 where it is not in registers. Instructions: about 17 an element.
 //
 // Specialised by macros: N (a multiple of 8), HAS_WEIGHT, HAS_BIAS, ACTIVATION, SLOTS.
 

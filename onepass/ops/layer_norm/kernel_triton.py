@@ -1,7 +1,7 @@
 """layer_norm in Triton: the row stays in registers, or is read a second time from the L2 when it is too long.
 
 Bytes: x once in, y once out (with a residual: two in, two out); the weight and bias come from the L2. Flops: about
-18 instructions an element, which an H200 can just issue at the rate its memory delivers.
+20 instructions an element, which an H200 can just issue at the rate its memory delivers.
 
 The variance of a row in registers is centred on a pivot, the mean of the row's first K = 8 elements: with
 d = x - pivot, sum(d) and sum(d^2) travel through one exchange between warps, where mean-then-variance takes two.
