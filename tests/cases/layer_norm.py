@@ -236,8 +236,9 @@ def _values() -> Iterator[Case]:
     for dtype, size in ((BF16, 3e3), (FP16, 3e3), (FP32, 3e3)):
         yield _rows(f"massive-activations-{NAMES[dtype]}", dtype, _massive(size), n=4096, activation="silu")
     yield _rows("opposite-outliers-bf16", BF16, _opposite, n=4096)
-    # docs/numerics.md: from about 1e26 on the Triton kernel gives NaN here.
     yield _rows("large-constant-rows-fp32", FP32, lambda x: x[::4].fill_(1e24 / 7), n=4096)
+    # The mean's rounding error, squared, overflows here.
+    yield _rows("largest-constant-rows-fp32", FP32, lambda x: x[::4].fill_(3e38), n=4096)
     yield _rows("largest-constant-rows-bf16", BF16, lambda x: x[::4].fill_(3e38), n=4096)
     yield _rows("largest-constant-rows-fp16", FP16, lambda x: x[::4].fill_(65504.0), n=4096)
     yield _rows("tiny-rows-fp32", FP32, lambda x: x[::2].mul_(1e-20), eps=0.0)

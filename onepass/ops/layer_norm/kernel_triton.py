@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 PIVOT = tl.constexpr(8)
 """Elements whose mean centres the variance of half-precision rows."""
 
+MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+
 FEW_ROWS = 1024
 """Up to this many rows, a kernel's time is the latency of one program."""
 
@@ -181,7 +183,8 @@ def layer_norm_kernel(
         ds = ds + (d,)
     total, squares = _sum_both(total, squares)
     offset = total * scale
-    rstd = _rstd(squares * scale - offset * offset, eps)
+    # The bound keeps rows whose squares overflow from inf - inf: their rstd is 0, as torch's is.
+    rstd = _rstd(squares * scale - tl.minimum(offset * offset, MAX_FLOAT32), eps)
     shift = -offset * rstd
 
     for chunk in tl.static_range(CHUNKS):
