@@ -33,10 +33,11 @@ class Truth:
     """The float64 reference and the unfused result, in the inputs' dtype, for one set of inputs."""
 
     def __init__(self, spec: OpSpec, inputs: Inputs, seed: int = 0) -> None:
-        main = main_tensor(inputs)
+        self._row_inputs = spec.row_inputs
+        main = inputs[spec.row_inputs[0]] if spec.row_inputs else main_tensor(inputs)
         limit = FULL_CHECK_CPU if main.device.type == "cpu" else FULL_CHECK_GPU
         self._leading = main.shape[:-1]
-        num_rows = self._leading.numel()
+        num_rows = main.shape[0] if spec.row_inputs else self._leading.numel()
         self._rows: torch.Tensor | None = None
         self.checked = "all"
         if main.numel() > limit and num_rows > CHECKED_ROWS:
@@ -45,7 +46,7 @@ class Truth:
             rows[0], rows[-1] = 0, num_rows - 1
             self._rows = rows.to(main.device)
             self.checked = f"{CHECKED_ROWS} rows of {num_rows}"
-        subset = {name: self._cut(value) for name, value in inputs.items()}
+        subset = {name: self._cut_input(name, value) for name, value in inputs.items()}
         self._truth = as_tuple(spec.reference(**upcast(subset)))
         self._eager = as_tuple(spec.unfused(**subset))
 
@@ -66,11 +67,16 @@ class Truth:
                 worst = Verdict(True, accuracy.error, accuracy.bound, self.checked)
         return worst
 
+    def _cut_input(self, name: str, value: Any) -> Any:
+        return value if self._row_inputs and name not in self._row_inputs else self._cut(value)
+
     def _cut(self, value: Any) -> Any:
-        """The checked rows of a tensor that has the op's leading dimensions; anything else as it is."""
-        if self._rows is None or not isinstance(value, torch.Tensor) or value.shape[:-1] != self._leading:
+        """The checked rows of a tensor that has the op's rows; anything else as it is."""
+        if self._rows is None or not isinstance(value, torch.Tensor):
             return value
-        return value.reshape(-1, value.shape[-1])[self._rows]
+        if self._row_inputs:
+            return value[self._rows]
+        return value.reshape(-1, value.shape[-1])[self._rows] if value.shape[:-1] == self._leading else value
 
 
 def main_tensor(inputs: Inputs) -> torch.Tensor:

@@ -23,7 +23,14 @@ from triton.runtime import driver
 from onepass import settings
 from onepass.launch.cache import cache_folder
 
-TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
 
 Launcher = Callable[..., None]
 """launcher(grid, tensors, *numbers): the kernel's pointer arguments (None where absent), then its numbers."""
@@ -44,6 +51,8 @@ class Specialization(NamedTuple):
     num_warps: int
     pdl: bool
     """Launched by programmatic dependent launch: the kernel waits itself for the kernel before it."""
+    num_stages: int = 3
+    """How deep loops over loads are pipelined where they do not say it themselves."""
 
 
 class Features(NamedTuple):
@@ -89,7 +98,11 @@ def compile_kernel(kernel: Any, special: Specialization, target: GPUTarget) -> C
     for i, value in enumerate(special.constants, start=len(special.types)):
         signature[names[i]] = "constexpr"
         constants[(i,)] = value
-    options: dict[str, Any] = {"num_warps": special.num_warps, "enable_fp_fusion": True}
+    options: dict[str, Any] = {
+        "num_warps": special.num_warps,
+        "num_stages": special.num_stages,
+        "enable_fp_fusion": True,
+    }
     if special.pdl:
         options["launch_pdl"] = True
     with _compile_lock, _cache_scope():

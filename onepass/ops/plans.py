@@ -1,8 +1,9 @@
 """Plans: what a call comes down to once its arguments are checked and its backend is chosen.
 
 A model calls an op with the same shapes again and again. The checks, the Desc, the backend and its kernel depend on
-the arguments' metadata alone, so an op works them out once for each metadata it meets and keeps the result: a plan, a
-function of the tensors. What depends on addresses (alignment, overlap) is looked at in every call.
+the arguments' metadata and on the values that are no tensors, so an op works them out once for each combination it
+meets and keeps the result: a plan, a function of the tensors. What depends on addresses beyond their alignment (an
+overlap of memory) is looked at in every call.
 """
 
 from __future__ import annotations
@@ -10,24 +11,52 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from onepass import dispatch
+
 Plan = Callable[..., None]
-Metadata = tuple[Any, ...] | None
+Tensors = tuple[Tensor | None, ...]
 
 MAX_PLANS = 4096
 
 
-def metadata(t: Tensor | None) -> Metadata:
-    """All of a tensor that a plan may depend on, except its address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+class Plans:
+    """The plans of one op.
 
+    `make(aligned, values, tensors)` checks the call, raises what the op raises, and returns its plan. It may depend on
+    the tensors' shapes, strides, dtypes and devices, on `values`, and on `aligned`: every tensor starts at a multiple
+    of 16 bytes. Of addresses it may know nothing more.
+    """
 
-class Plans(dict[tuple[Any, ...], Plan]):
-    """The plans of one op, by key; emptied when an unusual caller has filled it with shapes."""
+    def __init__(self, make: Callable[[bool, tuple[Any, ...], Tensors], Plan]) -> None:
+        self._make = make
+        self._plans: dict[tuple[Any, ...], Plan] = {}
 
-    def keep(self, key: tuple[Any, ...], plan: Plan) -> Plan:
-        if len(self) >= MAX_PLANS:
-            self.clear()
-        self[key] = plan
+    def find(self, values: tuple[Any, ...], tensors: Tensors) -> Plan:
+        """The plan of a call, made at its first time. Fresh outputs are left out: they are as the inputs say."""
+        key: list[Any] = [dispatch.forced(), values]
+        address_bits, wants_grad = 0, False
+        try:
+            for t in tensors:
+                if t is None:
+                    key.append(None)
+                else:
+                    address_bits |= t.data_ptr()
+                    wants_grad |= t.requires_grad
+                    key += (t.shape, t.stride(), t.dtype, t.device)
+        except AttributeError:
+            self._make(False, values, tensors)  # raises: one of them is no tensor
+            raise
+        if wants_grad and torch.is_grad_enabled():
+            self._make(False, values, tensors)  # raises: ops have no backward pass
+        aligned = not address_bits & 15
+        key.append(aligned)
+        plan = self._plans.get(tuple(key))
+        if plan is None:
+            plan = self._make(aligned, values, tensors)
+            if len(self._plans) >= MAX_PLANS:  # an unusual caller has filled it with shapes
+                self._plans.clear()
+            self._plans[tuple(key)] = plan
         return plan

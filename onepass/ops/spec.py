@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,8 +23,12 @@ class OpSpec:
     arguments of the out-form. `bytes_moved` and `flops` count what one call must move and compute;
     `unfused_bytes` and `unfused_launches` count the same for the unfused ops.
 
-    The rows of a result (its last dimension) must not depend on each other: of tensors too large for float64 copies,
-    benchmarks run the reference on some rows alone.
+    The rows of a result must not depend on each other: of tensors too large for float64 copies, benchmarks run the
+    reference on some rows alone. `row_inputs` names the inputs whose first dimension is the rows, as it is that of each
+    result; without it rows are the last dimension, of all tensors with the leading dimensions of the largest.
+
+    `ceiling` is what the sizes are held against: "copy", as many bytes read and written, half each; or "read", as many
+    bytes read, for an op that reads much more than it writes.
     """
 
     op: str
@@ -39,6 +43,8 @@ class OpSpec:
     unfused_launches: int
     flops: Callable[[Inputs], int]
     dtypes: tuple[torch.dtype, ...] = field(default=(torch.float32, torch.bfloat16, torch.float16))
+    row_inputs: tuple[str, ...] = ()
+    ceiling: Literal["copy", "read"] = "copy"
 
 
 def load(op: str) -> OpSpec:

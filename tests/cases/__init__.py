@@ -1,7 +1,8 @@
 """Tables of inputs, one module an op; the same tables feed the CPU tests, the interpreter and the GPU tests.
 
 A table's module holds `SPEC` (the op's spec), `CASES`, and what `checks.py` needs to judge a result:
-`outputs(inputs)`, `truths(inputs)`, `eager(inputs)` and `in_place_forms(inputs)`.
+`outputs(inputs)`, `truths(inputs)`, `eager(inputs)` and `in_place_forms(inputs)`; where the tensors with a batch's rows
+are not just those of the first one's shape, `row_inputs(inputs)` names them; and `COMPILED`, what `test_triton_compile.py` compiles.
 """
 
 from __future__ import annotations
@@ -73,16 +74,18 @@ def footprint(t: Tensor) -> Tensor:
 
 def bits(t: Tensor) -> Tensor:
     """The values as integers, so that NaN equals NaN and 0 differs from -0."""
-    return t.contiguous().view(torch.int32 if t.element_size() == 4 else torch.int16)
+    return t.contiguous().view(_INTEGERS[t.element_size()])
 
 
-# A NaN with a payload that no arithmetic produces.
-_POISON = {4: 0x7FD51234, 2: 0x7FD5}
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+# A NaN with a payload that no arithmetic produces; as an integer, a number that no result has.
+_POISON = {8: 0x7FD5123456789ABC, 4: 0x7FD51234, 2: 0x7FD5, 1: 0x5D}
 
 
 def poison(t: Tensor) -> None:
     """Fill with a NaN that can be told from every other."""
-    t.view(torch.int32 if t.element_size() == 4 else torch.int16).fill_(_POISON[t.element_size()])
+    t.view(_INTEGERS[t.element_size()]).fill_(_POISON[t.element_size()])
 
 
 def poisoned(t: Tensor) -> Tensor:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cases import BF16, FP16, FP32, Case, normal
+from cases.compile_facts import Compiled
+from onepass.ops.add_relu.op import Desc
 from onepass.ops.add_relu.spec import SPEC
 from onepass.ops.spec import Inputs
 
-__all__ = ["CASES", "SPEC", "eager", "in_place_forms", "outputs", "truths"]
+__all__ = ["CASES", "COMPILED", "SPEC", "eager", "in_place_forms", "outputs", "truths"]
 
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
@@ -118,3 +121,19 @@ def overload_calls(device: torch.device) -> Iterator[tuple[str, object, tuple[ob
     yield "add_relu", ops.add_relu.default, (x, y)
     yield "add_relu-strided", ops.add_relu.default, (strided, y)
     yield "add_relu_out", ops.add_relu_out.default, (x, y, torch.empty_like(x))
+
+
+def _compiled(n: int, dtype: torch.dtype, num_rows: int = 1, aligned: bool = True) -> Callable[[Any], Any]:
+    def specialize(features: Any) -> Any:
+        from onepass.ops.add_relu import kernel_triton
+
+        return kernel_triton.specialize(Desc(torch.device("cuda", 0), dtype, num_rows, n, aligned, ()), features)
+
+    return specialize
+
+
+COMPILED = {
+    **{f"{NAMES[dtype]}": Compiled(_compiled(1 << 20, dtype)) for dtype in (BF16, FP16, FP32)},
+    "bf16-rows": Compiled(_compiled(4096, BF16, num_rows=7), archs=(90,)),
+    "bf16-unaligned": Compiled(_compiled(4096, BF16, num_rows=7, aligned=False), archs=(90,), narrow=2),
+}

@@ -34,9 +34,9 @@ def check_case(table: Any, inputs: Inputs) -> None:
 
 def check_case_in_few_calls(table: Any, inputs: Inputs) -> None:
     """The output form and the last in-place form, on eight rows: for slow interpreters."""
-    x = inputs["x"]
+    x = main_tensor(inputs)
     if x.ndim > 1 and x.shape[0] > 8 and x.shape[-1] > 64:
-        inputs = {name: value[:8] if is_rows(inputs, name) else value for name, value in inputs.items()}
+        inputs = some_rows(table, inputs, slice(0, 8))
     before = clone_inputs(inputs)
     results = check_output_form(table, inputs, None)
     assert_same_memory(inputs, before, "the call changed its input")
@@ -52,11 +52,10 @@ def call(table: Any, inputs: Inputs, **outputs: Tensor) -> tuple[Tensor, ...]:
 
 def check_values(table: Any, inputs: Inputs, results: tuple[Tensor, ...]) -> None:
     """Each result against float64, with the unfused ops as the yardstick; a truth of None: exactly the unfused ops'."""
-    x = inputs["x"]
     names, truths, eager = table.outputs(inputs), table.truths(inputs), table.eager(inputs)
     assert len(results) == len(names)
     for name, actual, truth, unfused in zip(names, results, truths, eager, strict=True):
-        assert (actual.shape, actual.dtype, actual.device) == (x.shape, x.dtype, x.device), name
+        assert (actual.shape, actual.dtype, actual.device) == (unfused.shape, unfused.dtype, unfused.device), name
         assert actual.is_contiguous(), name
         if truth is None:
             torch.testing.assert_close(actual, unfused, rtol=0, atol=0, equal_nan=True, msg=f"'{name}' must be exact")
@@ -67,7 +66,7 @@ def check_values(table: Any, inputs: Inputs, results: tuple[Tensor, ...]) -> Non
 
 def check_output_form(table: Any, inputs: Inputs, expected: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
     """Written into the middle of poisoned memory: the same bits (returned), and nothing around them touched."""
-    made = {name: poisoned_rows(inputs["x"]) for name in table.outputs(inputs)}
+    made = {name: poisoned_rows(like) for name, like in zip(table.outputs(inputs), table.eager(inputs), strict=True)}
     outputs = {name: out for name, (_, out) in made.items()}
     results = call(table, inputs, **outputs)
     for result, out in zip(results, outputs.values(), strict=True):
@@ -118,20 +117,30 @@ def writable(inputs: Inputs, form: dict[str, str]) -> bool:
 
 def check_batch_independence(table: Any, inputs: Inputs) -> None:
     """The first rows alone, and single rows from elsewhere, have the bits they have in the whole batch."""
-    rows = {name for name in inputs if is_rows(inputs, name)}
-    num_rows = inputs["x"].shape[0]
+    num_rows = main_tensor(inputs).shape[0]
     whole = call(table, inputs)
     parts = [slice(0, size) for size in BATCHES if size <= num_rows]
     parts += [slice(i, i + 1) for i in sorted({num_rows // 2, num_rows - 1})]
     for part in parts:
-        alone = {name: value[part] if name in rows else value for name, value in inputs.items()}
-        results = call(table, alone)
+        results = call(table, some_rows(table, inputs, part))
         assert_same_bits(results, tuple(w[part] for w in whole), f"rows {part.start}:{part.stop} of {num_rows}")
 
 
-def is_rows(inputs: Inputs, name: str) -> bool:
-    value = inputs[name]
-    return isinstance(value, Tensor) and value.shape == inputs["x"].shape
+def main_tensor(inputs: Inputs) -> Tensor:
+    """The op's first tensor."""
+    return next(value for value in inputs.values() if isinstance(value, Tensor))
+
+
+def some_rows(table: Any, inputs: Inputs, rows: slice) -> Inputs:
+    """The inputs with these rows alone: of the tensors that `table.row_inputs(inputs)` names, or else of those that
+    have the shape of the first."""
+    x = main_tensor(inputs)
+    named = table.row_inputs(inputs) if hasattr(table, "row_inputs") else None
+
+    def has_rows(name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and (name in named if named is not None else value.shape == x.shape)
+
+    return {name: value[rows] if has_rows(name, value) else value for name, value in inputs.items()}
 
 
 def assert_same_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: str) -> None:

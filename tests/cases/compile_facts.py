@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+ARCHS: tuple[int | str, ...] = (80, 86, 89, 90, 100, 120, "gfx942")
 
-from cases import BF16, FP16, FP32
 
-DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+@dataclass(frozen=True)
+class Compiled:
+    """A Triton kernel as an op's default config shapes it.
+
+    `specialize(features)` gives the kernel and its Specialization. `wide`: some load and some store take 16 bytes.
+    `narrow`: the bytes of every access to global memory, for pointers that may be misaligned.
+    """
+
+    specialize: Callable[[Any], tuple[Any, Any]]
+    archs: tuple[int | str, ...] = ARCHS
+    wide: bool = True
+    narrow: int | None = None
 
 
 class Job(NamedTuple):
-    """One call of an op, and the target its kernel is compiled for: 90 (sm_90) or "gfx942"."""
+    """An entry of `COMPILED` in `cases.<op>`, and the target it is compiled for: 90 (sm_90) or "gfx942"."""
 
     op: str
+    name: str
     arch: int | str
-    n: int
-    dtype: str
-    residual: bool = False
-    weight: str | None = None
-    num_rows: int = 100
-    aligned: bool = True
 
     def __str__(self) -> str:
-        target = self.arch if isinstance(self.arch, str) else f"sm_{self.arch}"
-        parts = [self.op, target, str(self.n), self.dtype, f"{self.num_rows}-rows"]
-        parts += ["residual"] * self.residual + ["unaligned"] * (not self.aligned)
-        return "-".join([*parts, f"weight-{self.weight}"] if self.weight else parts)
+        return f"{self.op}-{self.name}-{self.arch if isinstance(self.arch, str) else f'sm_{self.arch}'}"
 
 
 class Facts(NamedTuple):
@@ -52,26 +57,11 @@ def facts(job: Job) -> Facts:
     from onepass.launch.triton import compile_kernel, features_of
 
     target = GPUTarget("hip", job.arch, 64) if isinstance(job.arch, str) else GPUTarget("cuda", job.arch, 32)
-    compiled = compile_kernel(*_specialize(job, features_of(target)), target)
+    entry = importlib.import_module(f"cases.{job.op}").COMPILED[job.name]
+    compiled = compile_kernel(*entry.specialize(features_of(target)), target)
     if target.backend == "hip":
         return _amd_facts(compiled.asm["amdgcn"], compiled.metadata.shared)
     return nvidia_facts(compiled.asm["cubin"], compiled.metadata.shared)
-
-
-def _specialize(job: Job, features: Any) -> tuple[Any, Any]:
-    device, dtype = torch.device("cuda", 0), DTYPES[job.dtype]
-    if job.op == "add_relu":
-        from onepass.ops.add_relu import kernel_triton as add_relu
-        from onepass.ops.add_relu.op import Desc as AddReluDesc
-
-        return add_relu.specialize(AddReluDesc(device, dtype, job.num_rows, job.n, job.aligned, ()), features)
-    from onepass.ops.layer_norm import config
-    from onepass.ops.layer_norm import kernel_triton as layer_norm
-    from onepass.ops.layer_norm.op import Desc
-
-    weight = DTYPES[job.weight] if job.weight else dtype
-    desc = Desc(device, dtype, weight, weight, job.num_rows, job.n, "silu", job.residual, job.aligned, ())
-    return layer_norm.specialize(desc, config.heuristic(job.n, dtype.itemsize), features)
 
 
 def nvidia_facts(cubin: bytes, shared: int) -> Facts:

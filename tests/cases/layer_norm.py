@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cases import BF16, FP16, FP32, Case, normal
+from cases.compile_facts import ARCHS, Compiled
+from onepass.ops.layer_norm.op import Desc
 from onepass.ops.layer_norm.spec import SPEC
 from onepass.ops.spec import Inputs, upcast
 
-__all__ = ["CASES", "SPEC", "eager", "in_place_forms", "outputs", "params", "truths"]
+__all__ = ["CASES", "COMPILED", "SPEC", "eager", "in_place_forms", "outputs", "params", "truths"]
 
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: "none"}
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
@@ -348,7 +351,7 @@ def _parameters() -> Iterator[Case]:
 
 
 def _long_rows() -> Iterator[Case]:
-    """Half precision, aligned, more columns than registers hold: on sm_90 the CUDA kernel takes them."""
+    """Aligned, more columns than registers hold: on sm_90 the CUDA kernel takes those in bfloat16."""
 
     def build(
         n: int, dtype: torch.dtype, weight: bool, bias: bool, activation: str | None, rows: int = 3, gap: int = 0
@@ -446,3 +449,43 @@ def overload_calls(device: torch.device) -> Iterator[tuple[str, object, tuple[ob
         ops.layer_norm_residual_out.default,
         (x, residual, weight, bias, 1e-5, "gelu_tanh", y, total),
     )
+
+
+def _compiled(
+    n: int,
+    dtype: torch.dtype = BF16,
+    residual: bool = True,
+    weight: torch.dtype | None = None,
+    num_rows: int = 100,
+    aligned: bool = True,
+) -> Callable[[Any], Any]:
+    def specialize(features: Any) -> Any:
+        from onepass.ops.layer_norm import config, kernel_triton
+
+        vector = weight or dtype
+        device = torch.device("cuda", 0)
+        desc = Desc(device, dtype, vector, vector, num_rows, n, "silu", residual, aligned, ())
+        return kernel_triton.specialize(desc, config.heuristic(n, dtype.itemsize), features)
+
+    return specialize
+
+
+def _all_compiled() -> Iterator[tuple[str, Compiled]]:
+    for n in (17, 576, 768, 4096, 14336, 16384, 65536, 100003):
+        wide = n % 16 == 0
+        yield f"{n}-bf16-residual", Compiled(_compiled(n), wide=wide)
+        yield f"{n}-bf16", Compiled(_compiled(n, residual=False), (90,), wide)
+        yield f"{n}-bf16-residual-many-rows", Compiled(_compiled(n, num_rows=1 << 20), (90,), wide)
+        archs = ARCHS if n in (4096, 16384, 65536, 100003) else (90,)
+        yield f"{n}-fp32-residual", Compiled(_compiled(n, FP32), archs, wide)
+        yield f"{n}-fp32", Compiled(_compiled(n, FP32, residual=False), (90,), wide)
+    for n in (768, 65536):
+        yield f"{n}-fp16-residual", Compiled(_compiled(n, FP16), (90,))
+        yield f"{n}-fp16-weight-fp32", Compiled(_compiled(n, FP16, residual=False, weight=FP32), (90,))
+        yield f"{n}-fp32-weight-bf16", Compiled(_compiled(n, FP32, residual=False, weight=BF16), (90,))
+    for n in (17, 768, 4096, 65536):
+        archs = (80, 90) if n == 4096 else (90,)
+        yield f"{n}-bf16-unaligned", Compiled(_compiled(n, aligned=False), archs, narrow=2)
+
+
+COMPILED = dict(_all_compiled())

@@ -5,6 +5,7 @@ Spills, shared memory past what a block may have, and narrow memory accesses are
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -13,6 +14,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 from cases.compile_facts import Facts, Job, facts
+
+from onepass.dispatch import TABLE
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -26,34 +29,12 @@ SHARED_LIMITS: dict[int | str, int] = {
     120: 99 << 10,
     "gfx942": 64 << 10,
 }
-SIZES = (17, 576, 768, 4096, 14336, 16384, 65536, 100003)
-MANY_ROWS = 1 << 20
 
 
 def _jobs() -> Iterator[Job]:
-    for n in SIZES:
-        for dtype in ("bf16", "fp32"):
-            for residual in (False, True):
-                yield Job("layer_norm", 90, n, dtype, residual)
-        yield Job("layer_norm", 90, n, "bf16", True, num_rows=MANY_ROWS)
-    for arch in SHARED_LIMITS:
-        if arch != 90:
-            for n in SIZES:
-                yield Job("layer_norm", arch, n, "bf16", True)
-            for n in (4096, 16384, 65536, 100003):
-                yield Job("layer_norm", arch, n, "fp32", True)
-        yield Job("add_relu", arch, 1 << 20, "bf16")
-    for n in (768, 65536):
-        yield Job("layer_norm", 90, n, "fp16", True)
-        yield Job("layer_norm", 90, n, "fp16", weight="fp32")
-        yield Job("layer_norm", 90, n, "fp32", weight="bf16")
-    for n in (17, 768, 4096, 65536):
-        yield Job("layer_norm", 90, n, "bf16", True, aligned=False)
-    yield Job("layer_norm", 80, 4096, "bf16", True, aligned=False)
-    for dtype in ("fp16", "fp32"):
-        yield Job("add_relu", 90, 1 << 20, dtype)
-    yield Job("add_relu", 90, 4096, "bf16", num_rows=7)
-    yield Job("add_relu", 90, 4096, "bf16", num_rows=7, aligned=False)
+    for op in (op for op, backends in TABLE.items() if "triton" in backends):
+        for name, entry in importlib.import_module(f"cases.{op}").COMPILED.items():
+            yield from (Job(op, name, arch) for arch in entry.archs)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +53,12 @@ def test_kernel(job: Job, compiled: dict[Job, Future[Facts]]) -> None:
     found = compiled[job].result()
     assert found.spilled_bytes <= _spill_limit(job), found
     assert found.shared_bytes <= SHARED_LIMITS[job.arch], found
+    entry = importlib.import_module(f"cases.{job.op}").COMPILED[job.name]
     loads, stores = _widths(found, "load|LDG"), _widths(found, "store|STG")
-    element_bytes = 4 if job.dtype == "fp32" else 2
-    if not job.aligned:
+    if entry.narrow is not None:
         # A pointer may stand at any element: one element an access, or it would fault.
-        assert loads | stores == {element_bytes}, found
-    elif job.n % 16 == 0:
+        assert loads | stores == {entry.narrow}, found
+    elif entry.wide:
         # On AMD a thread of the widest block has 8 bytes of it.
         wide = 8 if job.arch == "gfx942" else 16
         assert max(loads) >= wide, found

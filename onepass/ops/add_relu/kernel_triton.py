@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 NUM_WARPS = 4
 
+MANY_PROGRAMS = 4096
+"""From here on programmatic dependent launch is left out: it hides the launch, some microseconds at most, and each
+program then takes 1.2 ns longer to start (measured on an H200)."""
+
 
 @triton.jit
 def add_relu_kernel(
@@ -53,22 +57,28 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
 def specialize(desc: Desc, features: Features) -> tuple[Any, Specialization]:
     """The kernel and what it is compiled for."""
     types = (*(pointer(desc.dtype),) * 3, "i64", "i64", "i64", "i64", "i64")
-    multiples = (0, 1, 2) + ((5, 6, 7) if desc.num_rows > 1 else ()) if desc.aligned else ()
+    multiples = (0, 1, 2, 5, 6, 7) if desc.aligned else ()
     if desc.num_cols % 16 == 0:
         multiples += (3,)
-    return add_relu_kernel, Specialization(types, (_block(desc), features.pdl), multiples, NUM_WARPS, features.pdl)
+    pdl = features.pdl and _grid(desc) < MANY_PROGRAMS
+    return add_relu_kernel, Specialization(types, (_block(desc), pdl), multiples, NUM_WARPS, pdl)
 
 
 def _block(desc: Desc) -> int:
     return 32 * NUM_WARPS * 2 * 16 // desc.dtype.itemsize
 
 
+def _grid(desc: Desc) -> int:
+    return desc.num_rows * -(-desc.num_cols // _block(desc))
+
+
 def prepare(desc: Desc) -> Callable[..., None]:
     launch = load(*specialize(desc, features(desc.device)), desc.device)
     blocks_per_row = -(-desc.num_cols // _block(desc))
-    grid, num_cols = desc.num_rows * blocks_per_row, desc.num_cols
+    grid, num_cols = _grid(desc), desc.num_cols
 
     def run(strides: RowStrides, x: Tensor, y: Tensor, out: Tensor) -> None:
-        launch(grid, (x, y, out), num_cols, blocks_per_row, *strides)
+        # The stride of a single row means nothing, and may be no multiple of 16.
+        launch(grid, (x, y, out), num_cols, blocks_per_row, *(strides if desc.num_rows > 1 else (0, 0, 0)))
 
     return run

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from onepass.ops.checks import (
     raise_not_tensor,
     raise_requires_grad,
 )
-from onepass.ops.plans import Plan, Plans, metadata
+from onepass.ops.plans import Plan, Plans, Tensors
 from onepass.ops.registration import register
 from onepass.ops.rows import (
     aligned_16,
@@ -73,7 +74,6 @@ def add_relu(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         GradientsNotSupportedError: grad mode is on and an input requires grad (a NotImplementedError).
         NoBackendError: no backend can run the call.
     """
-    _check_values(x, y, out)
     if out is None:
         return _add_relu(x, y)
     _add_relu_out(x, y, out)
@@ -82,88 +82,77 @@ def add_relu(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def describe(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Desc:
     """The Desc of a call, with the op's own checks; runs nothing."""
-    _check_values(x, y, out)
-    _check_tensors(x, y, out)
-    operands = {"x": x, "y": y, "out": out}
-    copied = tuple(name for name, t in operands.items() if t is not None and row_stride(t) is None)
-    strided = [t for name, t in operands.items() if t is not None and name not in copied]
-    aligned = aligned_16(*strided)
-    if (copied or out is None) and not all(t.is_contiguous() for t in strided):
-        aligned = aligned and strides_aligned_16(x.element_size(), (x.shape[-1],))  # copies and fresh outputs
-    return _desc(x, strided, aligned, copied)
+    operands = {"x": x, "y": y, "out": out} if out is not None else {"x": x, "y": y}
+    _check(*operands.values())
+    copied = tuple(name for name, t in operands.items() if row_stride(t) is None)
+    in_place = [t for name, t in operands.items() if name not in copied]
+    return _desc(x, in_place, aligned_16(*in_place), bool(copied) or out is None, copied)
 
 
-def _check_values(x: Any, y: Any, out: Any) -> None:
-    """What metadata says nothing about, in every call."""
+def _check(x: Any, y: Any, out: Any = None) -> None:
+    """Everything but overlaps of memory."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and isinstance(out, OPTIONAL_TENSOR)):
         raise_not_tensor("add_relu", ("x", "y"), x=x, y=y, out=out)
     if torch.is_grad_enabled() and any_requires_grad(x, y, out):
         raise_requires_grad("add_relu", "torch.relu(x + y)", x=x, y=y, out=out)
-
-
-def _check_tensors(x: Tensor, y: Tensor, out: Tensor | None) -> None:
-    """What metadata decides, once for each."""
     check_tensor("add_relu", "x", x)
     check_like("add_relu", "y", y, x)
     if out is not None:
         check_like("add_relu", "out", out, x)
 
 
-def _desc(x: Tensor, strided: list[Tensor], aligned: bool, copied: tuple[str, ...] = ()) -> Desc:
-    flat = all(t.is_contiguous() for t in strided)
+def _desc(x: Tensor, operands: Sequence[Tensor], aligned: bool, any_fresh: bool, copied: tuple[str, ...] = ()) -> Desc:
+    """`operands` are used where they lie; `any_fresh`: others are fresh, contiguous memory."""
+    flat = all(t.is_contiguous() for t in operands)
     num_cols = x.numel() if flat else x.shape[-1]
     if not flat:
-        aligned = aligned and strides_aligned_16(x.element_size(), (row_stride(t) or 0 for t in strided))
+        strides = [row_stride(t) or 0 for t in operands] + [num_cols] * any_fresh
+        aligned = aligned and strides_aligned_16(x.element_size(), strides)
     return Desc(x.device, x.dtype, 1 if flat else x.numel() // num_cols, num_cols, aligned, copied)
 
 
-_plans = Plans()
-
-
-def _run(x: Tensor, y: Tensor, out: Tensor, fresh: bool = False) -> None:
-    """Run the plan of this call, made at its first time. A fresh output is as x's metadata says."""
-    aligned = aligned_16(x, y, out)
-    key = (dispatch.forced(), aligned, metadata(x), metadata(y), None if fresh else metadata(out))
-    plan = _plans.get(key)
-    if plan is None:
-        _check_tensors(x, y, out)
-        plan = _plans.keep(key, _plan(x, y, out, aligned))
-    plan(x, y, out)
-
-
-def _plan(x: Tensor, y: Tensor, out: Tensor, aligned: bool) -> Plan:
+def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
+    _check(*tensors)
+    x, _, *outputs = operands = cast(tuple[Tensor, ...], tensors)
     if x.numel() == 0:
         return lambda *args: None
-    strides = [row_stride(t) for t in (x, y, out)]
+    strides = [row_stride(t) for t in operands]
     if None in strides:
         return _run_on_copies
-    desc = _desc(x, [x, y, out], aligned)
-    return partial(dispatch.prepare("add_relu", desc), RowStrides(*strides))  # type: ignore[arg-type]
+    desc = _desc(x, operands, aligned, not outputs)
+    fresh = () if outputs else (x.shape[-1] if x.ndim else 1,)
+    return partial(dispatch.prepare("add_relu", desc), RowStrides(*strides, *fresh))  # type: ignore[arg-type]
+
+
+_plans = Plans(_make_plan)
 
 
 def _run_on_copies(x: Tensor, y: Tensor, out: Tensor) -> None:
     """The slower path of rows.py."""
     rows = as_out_rows(out)
-    _run(as_rows(x), as_rows(y), rows)
+    x, y = as_rows(x), as_rows(y)
+    _plans.find((), (x, y, rows))(x, y, rows)
     if rows is not out:
         out.copy_(rows)
 
 
 def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    plan = _plans.find((), (x, y))
     out = contiguous_like(x)
-    _run(x, y, out, fresh=True)
+    plan(x, y, out)
     return out
 
 
 def _kernel_out(x: Tensor, y: Tensor, out: Tensor) -> None:
+    plan = _plans.find((), (x, y, out))
     check_output("add_relu", "out", out, x=x, y=y)
-    _run(x, y, out)
+    plan(x, y, out)
 
 
 def _fake(x: Tensor, y: Tensor) -> Tensor:
-    _check_tensors(x, y, None)
+    _check(x, y)
     return contiguous_like(x)
 
 
-_add_relu = register("add_relu(Tensor x, Tensor y) -> Tensor", _kernel, _fake)
-_add_relu_out = register("add_relu_out(Tensor x, Tensor y, Tensor(a!) out) -> ()", _kernel_out, _check_tensors)
+_add_relu = register("add_relu(Tensor x, Tensor y) -> Tensor", _kernel, _fake, _check)
+_add_relu_out = register("add_relu_out(Tensor x, Tensor y, Tensor(a!) out) -> ()", _kernel_out, _check, _check)

@@ -195,11 +195,11 @@ def _launch(
     num_rows: int,
     n: int,
     strides: RowStrides,
+    eps: float,
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
     y: Tensor,
     residual_out: Tensor | None,
 ) -> None:

@@ -68,11 +68,11 @@ def prepare(desc: Desc) -> Callable[..., None]:
 
     def run(
         strides: RowStrides,
+        eps: float,
         x: Tensor,
+        residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-        residual: Tensor | None,
         y: Tensor,
         residual_out: Tensor | None,
     ) -> None:

@@ -323,11 +323,11 @@ def prepare(desc: Desc, config: configs.Config | None = None) -> Callable[..., N
 
     def run(
         strides: RowStrides,
+        eps: float,
         x: Tensor,
+        residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-        residual: Tensor | None,
         y: Tensor,
         residual_out: Tensor | None,
     ) -> None:

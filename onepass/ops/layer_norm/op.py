@@ -19,7 +19,7 @@ from onepass.ops.checks import (
     raise_not_tensor,
     raise_requires_grad,
 )
-from onepass.ops.plans import Plan, Plans, metadata
+from onepass.ops.plans import Plan, Plans, Tensors
 from onepass.ops.registration import register
 from onepass.ops.rows import (
     aligned_16,
@@ -132,17 +132,20 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016.
     """
-    _check_values(x, weight, bias, eps, activation, residual, out, residual_out)
+    if residual_out is not None and residual is None:
+        raise ArgumentValueError("layer_norm", "residual_out", "None without 'residual'", "a tensor")
     if out is None and residual_out is None:
         if residual is None:
             return _layer_norm(x, weight, bias, eps, activation)
         return _layer_norm_residual(x, residual, weight, bias, eps, activation)
     if out is None:
+        _check_inputs(x, weight, bias, eps, activation)
         out = contiguous_like(x)
     if residual is None:
         _layer_norm_out(x, weight, bias, eps, activation, out)
         return out
     if residual_out is None:
+        _check_inputs(x, weight, bias, eps, activation)
         residual_out = contiguous_like(x)
     _layer_norm_residual_out(x, residual, weight, bias, eps, activation, out, residual_out)
     return out, residual_out
@@ -172,8 +175,7 @@ def describe(
     residual_out: Tensor | None = None,
 ) -> Desc:
     """The Desc of a call, with the op's own checks; runs nothing."""
-    _check_values(x, weight, bias, eps, activation, residual, out, residual_out)
-    _check_tensors(x, weight, bias, residual, out, residual_out)
+    _check(x, residual, weight, bias, eps, activation, out, residual_out)
     rows = {"x": x, "residual": residual, "out": out, "residual_out": residual_out}
     tensors = {**rows, "weight": weight, "bias": bias}
     copied = tuple(name for name, t in tensors.items() if t is not None and row_stride(t) is None)
@@ -185,53 +187,53 @@ def describe(
     return _desc(x, weight, bias, activation, residual is not None, aligned, copied)
 
 
-def _check_values(
-    x: Any, weight: Any, bias: Any, eps: Any, activation: Any, residual: Any, out: Any, residual_out: Any
+def _check(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any,
+    out: Any = None,
+    residual_out: Any = None,
 ) -> None:
-    """What metadata says nothing about, in every call."""
+    """Everything but overlaps of memory."""
     op = "layer_norm"
-    optional = OPTIONAL_TENSOR
-    if not (
-        isinstance(x, Tensor)
-        and isinstance(weight, optional)
-        and isinstance(bias, optional)
-        and isinstance(residual, optional)
-        and isinstance(out, optional)
-        and isinstance(residual_out, optional)
-    ):
-        raise_not_tensor(
-            op, ("x",), x=x, weight=weight, bias=bias, residual=residual, out=out, residual_out=residual_out
-        )
+    tensors = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "residual": residual,
+        "out": out,
+        "residual_out": residual_out,
+    }
+    if not (isinstance(x, Tensor) and all(isinstance(t, OPTIONAL_TENSOR) for t in tensors.values())):
+        raise_not_tensor(op, ("x",), **tensors)
     if not isinstance(eps, (float, int, torch.SymFloat)):
         raise ArgumentTypeError(op, "eps", "a number", type(eps).__name__)
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(op, "activation", "one of " + ", ".join(map(repr, ACTIVATIONS)), repr(activation))
     if residual_out is not None and residual is None:
         raise ArgumentValueError(op, "residual_out", "None without 'residual'", "a tensor")
-    if torch.is_grad_enabled() and any_requires_grad(x, weight, bias, residual, out, residual_out):
-        inputs = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        raise_requires_grad(op, _UNFUSED, **inputs, out=out, residual_out=residual_out)
-
-
-def _check_tensors(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-) -> None:
-    """What metadata decides, once for each."""
-    op = "layer_norm"
+    if torch.is_grad_enabled() and any_requires_grad(*tensors.values()):
+        raise_requires_grad(op, _UNFUSED, **tensors)
     check_tensor(op, "x", x)
     if x.ndim == 0:
         raise ArgumentValueError(op, "x", "at least one dimension", "a scalar tensor")
-    for argument, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            check_vector(op, argument, vector, x)
-    for argument, like in (("residual", residual), ("out", out), ("residual_out", residual_out)):
-        if like is not None:
-            check_like(op, argument, like, x)
+    for argument in ("weight", "bias"):
+        if tensors[argument] is not None:
+            check_vector(op, argument, tensors[argument], x)
+    for argument in ("residual", "out", "residual_out"):
+        if tensors[argument] is not None:
+            check_like(op, argument, tensors[argument], x)
+
+
+def _check_inputs(x: Any, weight: Any, bias: Any, eps: Any, activation: Any) -> None:
+    _check(x, None, weight, bias, eps, activation)
+
+
+def _check_out(x: Any, weight: Any, bias: Any, eps: Any, activation: Any, out: Any) -> None:
+    _check(x, None, weight, bias, eps, activation, out)
 
 
 def _desc(
@@ -258,99 +260,70 @@ def _desc(
     )
 
 
-_plans = Plans()
-
-
-def _run(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str | None,
-    residual: Tensor | None,
-    y: Tensor,
-    residual_out: Tensor | None,
-    fresh: bool = False,
-) -> None:
-    """Run the plan of this call, made at its first time. Fresh outputs are as x's metadata says."""
-    aligned = aligned_16(x, weight, bias, residual, y, residual_out)
-    key = (
-        dispatch.forced(),
-        activation,
-        aligned,
-        metadata(x),
-        metadata(weight),
-        metadata(bias),
-        metadata(residual),
-        None if fresh else metadata(y),
-        None if fresh else metadata(residual_out),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        _check_tensors(x, weight, bias, residual, y, residual_out)
-        plan = _plans.keep(key, _plan(x, weight, bias, activation, residual, y, residual_out, aligned))
-    plan(x, weight, bias, eps, residual, y, residual_out)
-
-
-def _plan(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    y: Tensor,
-    residual_out: Tensor | None,
-    aligned: bool,
-) -> Plan:
+def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
+    eps, activation = values
+    x, residual, weight, bias, *outputs = tensors
+    _check(x, residual, weight, bias, eps, activation, *outputs)
+    assert x is not None
     if x.numel() == 0:
         return lambda *args: None
-    tensors = (x, residual, y, residual_out, weight, bias)
-    if all(t is None or row_stride(t) is not None for t in tensors):
-        strides = RowStrides(*(0 if t is None else row_stride(t) or 0 for t in tensors[:4]))
-        aligned = aligned and strides_aligned_16(x.element_size(), strides)
-        desc = _desc(x, weight, bias, activation, residual is not None, aligned)
-        return partial(dispatch.prepare("layer_norm", desc), strides)
-    return partial(_run_on_copies, activation)
+    if any(t is not None and row_stride(t) is None for t in tensors):
+        return partial(_run_on_copies, values)
+    n = x.shape[-1]
+    y, residual_out = (_stride(t) for t in outputs) if outputs else (n, 0 if residual is None else n)
+    strides = RowStrides(_stride(x), _stride(residual), y, residual_out)
+    aligned = aligned and strides_aligned_16(x.element_size(), strides)
+    desc = _desc(x, weight, bias, activation, residual is not None, aligned)
+    return partial(dispatch.prepare("layer_norm", desc), strides, eps)
+
+
+def _stride(t: Tensor | None) -> int:
+    return 0 if t is None else row_stride(t) or 0
+
+
+_plans = Plans(_make_plan)
 
 
 def _run_on_copies(
-    activation: str | None,
+    values: tuple[Any, ...],
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
     y: Tensor,
     residual_out: Tensor | None,
 ) -> None:
     """The slower path of rows.py."""
-    x, residual, weight, bias = (None if t is None else as_rows(t) for t in (x, residual, weight, bias))  # type: ignore[assignment]
-    y_rows, total_rows = as_out_rows(y), None if residual_out is None else as_out_rows(residual_out)
-    _run(x, weight, bias, eps, activation, residual, y_rows, total_rows)
-    for target, rows in ((y, y_rows), (residual_out, total_rows)):
-        if rows is not target:
-            target.copy_(rows)  # type: ignore[union-attr, arg-type]
+    inputs = tuple(None if t is None else as_rows(t) for t in (x, residual, weight, bias))
+    outputs = tuple(None if t is None else as_out_rows(t) for t in (y, residual_out))
+    _plans.find(values, (*inputs, *outputs))(*inputs, *outputs)
+    for target, rows in zip((y, residual_out), outputs, strict=True):
+        if target is not None and rows is not None and rows is not target:
+            target.copy_(rows)
 
 
 def _kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None) -> Tensor:
+    plan = _plans.find((eps, activation), (x, None, weight, bias))
     y = contiguous_like(x)
-    _run(x, weight, bias, eps, activation, None, y, None, fresh=True)
+    plan(x, None, weight, bias, y, None)
     return y
 
 
 def _kernel_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
 ) -> tuple[Tensor, Tensor]:
+    plan = _plans.find((eps, activation), (x, residual, weight, bias))
     y, residual_out = contiguous_like(x), contiguous_like(x)
-    _run(x, weight, bias, eps, activation, residual, y, residual_out, fresh=True)
+    plan(x, residual, weight, bias, y, residual_out)
     return y, residual_out
 
 
 def _kernel_out(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None, out: Tensor
 ) -> None:
+    plan = _plans.find((eps, activation), (x, None, weight, bias, out, None))
     check_output("layer_norm", "out", out, x=x, weight=weight, bias=bias)
-    _run(x, weight, bias, eps, activation, None, out, None)
+    plan(x, None, weight, bias, out, None)
 
 
 def _kernel_residual_out(
@@ -363,64 +336,50 @@ def _kernel_residual_out(
     out: Tensor,
     residual_out: Tensor,
 ) -> None:
+    plan = _plans.find((eps, activation), (x, residual, weight, bias, out, residual_out))
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     check_output("layer_norm", "out", out, **inputs)
     check_output("layer_norm", "residual_out", residual_out, **inputs)
     if out.numel() and (out.data_ptr() == residual_out.data_ptr() or overlaps(out, residual_out)):
         raise ArgumentValueError("layer_norm", "residual_out", "memory apart from 'out'", "an overlap with 'out'")
-    _run(x, weight, bias, eps, activation, residual, out, residual_out)
+    plan(x, residual, weight, bias, out, residual_out)
 
 
 def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None) -> Tensor:
-    _check_tensors(x, weight, bias, None, None, None)
+    _check_inputs(x, weight, bias, eps, activation)
     return contiguous_like(x)
 
 
 def _fake_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    _check_tensors(x, weight, bias, residual, None, None)
+    _check(x, residual, weight, bias, eps, activation)
     return contiguous_like(x), contiguous_like(x)
-
-
-def _fake_out(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None, out: Tensor
-) -> None:
-    _check_tensors(x, weight, bias, None, out, None)
-
-
-def _fake_residual_out(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str | None,
-    out: Tensor,
-    residual_out: Tensor,
-) -> None:
-    _check_tensors(x, weight, bias, residual, out, residual_out)
 
 
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str? activation) -> Tensor",
     _kernel,
     _fake,
+    _check_inputs,
 )
 _layer_norm_residual = register(
     "layer_norm_residual(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, str? activation)"
     " -> (Tensor, Tensor)",
     _kernel_residual,
     _fake_residual,
+    _check,
 )
 _layer_norm_out = register(
     "layer_norm_out(Tensor x, Tensor? weight, Tensor? bias, float eps, str? activation, Tensor(a!) out) -> ()",
     _kernel_out,
-    _fake_out,
+    _check_out,
+    _check_out,
 )
 _layer_norm_residual_out = register(
     "layer_norm_residual_out(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, str? activation,"
     " Tensor(a!) out, Tensor(b!) residual_out) -> ()",
     _kernel_residual_out,
-    _fake_residual_out,
+    _check,
+    _check,
 )

@@ -65,11 +65,11 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
 def prepare(desc: Desc) -> Callable[..., None]:
     def run(
         strides: object,
+        eps: float,
         x: Tensor,
+        residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-        residual: Tensor | None,
         y: Tensor,
         residual_out: Tensor | None,
     ) -> None:

@@ -16,7 +16,7 @@ def bind(chosen: config.Config, inputs: Inputs, out: Inputs) -> Callable[[], Non
     x, y = inputs["x"], out["out"]
     run = kernel_triton.prepare(describe(**inputs, **out), chosen)
     strides = RowStrides(x.stride(0), 0, y.stride(0), 0)
-    return partial(run, strides, x, inputs["weight"], inputs["bias"], inputs["eps"], None, y, None)
+    return partial(run, strides, inputs["eps"], x, None, inputs["weight"], inputs["bias"], y, None)
 
 
 TUNABLE = Tunable(
