@@ -33,6 +33,8 @@ class Specialization(NamedTuple):
     threads: int
     shared_bytes: int
     """Dynamic shared memory of a block."""
+    cluster: int = 1
+    """Blocks of a cluster; more than 8 may find too few neighbouring multiprocessors on some GPUs."""
 
 
 @lru_cache(maxsize=1)
@@ -59,8 +61,9 @@ def compile_kernel(special: Specialization, arch: str) -> Any:
 def load(special: Specialization, device: torch.device, arch: str) -> Callable[..., None]:
     """A function (grid, *args) that launches the kernel on the device's current stream.
 
-    Arguments: tensors or None for pointers, int for 64-bit integers, `numpy.float32` for floats. Launched by
-    programmatic dependent launch: the kernel waits itself for the kernel before it.
+    `grid` counts clusters: blocks, where a cluster is one block. Arguments: tensors or None for pointers, int for
+    64-bit integers, `numpy.float32` for floats. Launched by programmatic dependent launch: the kernel waits itself
+    for the kernel before it.
     """
     key = (special, device)
     launcher = _loaded.get(key)
@@ -76,18 +79,23 @@ def _load(special: Specialization, device: torch.device, arch: str) -> Callable[
 
     Device(device.index).set_current()
     kernel = compile_kernel(special, arch).get_kernel(special.name)
-    # More than 48 KB a block has to be asked for, and cuda-core has no call for that.
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, special.shared_bytes, kernel.handle, device.index)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelLoadError(
-            f"{special.name} needs {special.shared_bytes} bytes of shared memory a block: {status.name}"
-        )
+    for attribute, value in _attributes(special):
+        # cuda-core has no call for these.
+        (status,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, device.index)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise KernelLoadError(
+                f"{special.name} needs {special.shared_bytes} bytes of shared memory a block and clusters of "
+                f"{special.cluster} blocks: {status.name}"
+            )
 
     @lru_cache(maxsize=64)
     def config(grid: int) -> Any:
         return LaunchConfig(
-            grid=grid, block=special.threads, shmem_size=special.shared_bytes, programmatic_stream_serialization=True
+            grid=grid,
+            cluster=special.cluster if special.cluster > 1 else None,
+            block=special.threads,
+            shmem_size=special.shared_bytes,
+            programmatic_stream_serialization=True,
         )
 
     def launcher(grid: int, *args: Any) -> None:
@@ -97,3 +105,13 @@ def _load(special: Specialization, device: torch.device, arch: str) -> Callable[
             launch(stream, config(grid), kernel, *values)
 
     return launcher
+
+
+def _attributes(special: Specialization) -> list[tuple[Any, int]]:
+    """What has to be asked for: more than 48 KB of shared memory a block, more than 8 blocks a cluster."""
+    from cuda.bindings.driver import CUfunction_attribute as Attribute
+
+    found = [(Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, special.shared_bytes)]
+    if special.cluster > 8:
+        found.append((Attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+    return found
