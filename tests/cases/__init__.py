@@ -1,19 +1,27 @@
 """Tables of inputs, one module an op; the same tables feed the CPU tests, the interpreter and the GPU tests.
 
-A table's module holds `SPEC` (the op's spec), `CASES`, and what `checks.py` needs to judge a result:
-`outputs(inputs)`, `truths(inputs)`, `eager(inputs)` and `in_place_forms(inputs)`; where the tensors with a batch's rows
-are not just those of the first one's shape, `row_inputs(inputs)` names them; and `COMPILED`, what `test_triton_compile.py` compiles.
+A table's module is named as its op and holds
+
+- `SPEC`, the op's spec, and `CASES`;
+- what `checks.py` needs to judge a result: `outputs(inputs)`, `truths(inputs)`, `eager(inputs)`,
+  `in_place_forms(inputs)`, and, where the tensors with a batch's rows are not just those of the first one's shape, `row_inputs(inputs)`;
+- `batches(device)`: inputs of 18 rows and more, whose rows must not depend on each other;
+- `overload_calls(device)`: every registered overload with arguments, for opcheck;
+- `COMPILED`: the kernels that `test_triton_compile.py` compiles.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onepass.dispatch import TABLE
 from onepass.ops.spec import Inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -29,6 +37,11 @@ class Case:
     """Too many rows for Triton's interpreter, which takes about a millisecond a program."""
     gpu_only: bool = False
     """Too large for a CPU."""
+
+
+def tables(backend: str) -> list[ModuleType]:
+    """The tables of the ops that have this backend."""
+    return [importlib.import_module(f"cases.{op}") for op, backends in TABLE.items() if backend in backends]
 
 
 def normal(

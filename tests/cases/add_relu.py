@@ -113,6 +113,10 @@ def _many_rows(device: torch.device) -> Inputs:
 CASES = tuple(_cases())
 
 
+def batches(device: torch.device) -> Iterator[Inputs]:
+    yield {"x": normal(device, 257, 577, dtype=BF16)[:, 1:], "y": normal(device, 257, 576, dtype=BF16, seed=1)}
+
+
 def overload_calls(device: torch.device) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Every registered overload with arguments, for opcheck."""
     ops = torch.ops.onepass

@@ -46,7 +46,10 @@ def check_case_in_few_calls(table: Any, inputs: Inputs) -> None:
 
 def call(table: Any, inputs: Inputs, **outputs: Tensor) -> tuple[Tensor, ...]:
     """The op's results as a tuple."""
-    results = table.SPEC.fused(**inputs, **outputs)
+    return as_tuple(table.SPEC.fused(**inputs, **outputs))
+
+
+def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -129,6 +132,25 @@ def check_batch_independence(table: Any, inputs: Inputs) -> None:
 def main_tensor(inputs: Inputs) -> Tensor:
     """The op's first tensor."""
     return next(value for value in inputs.values() if isinstance(value, Tensor))
+
+
+def check_captured(table: Any, inputs: Inputs) -> None:
+    """A graph captured on other values gives the bits of a plain call, replay after replay."""
+    expected = call(table, clone_inputs(inputs))
+    static = clone_inputs(inputs)
+    x = main_tensor(static)
+    values = x.clone()
+    x.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call(table, static)
+    for _ in range(2):
+        x.copy_(values)
+        for result in results:
+            result.zero_()
+        graph.replay()
+        assert_same_bits(results, expected, "the replayed graph")
 
 
 def some_rows(table: Any, inputs: Inputs, rows: slice) -> Inputs:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch._dynamo.utils import counters
 
 import onepass
 from cases import BF16, clone_inputs, normal
-from cases.checks import assert_same_bits
+from cases.checks import as_tuple, assert_same_bits, call
+from onepass.ops.spec import Inputs
 
 N = 96
 
@@ -76,3 +79,18 @@ def check_compiled(
         assert_same_bits(tuple(inputs.values()), tuple(copies.values()), "inputs after the compiled call")
     # dynamic=None: the first batch size is taken as fixed, the second compiles for all.
     assert counters["stats"]["unique_graphs"] == (2 if dynamic is None else 1)
+
+
+def check_op_compiled(table: ModuleType, inputs: Inputs, backend: str) -> None:
+    """The op alone in a compiled function: one graph, and the bits of the uncompiled call."""
+    torch._dynamo.reset()
+    counters.clear()
+
+    def function(**inputs: Any) -> Any:
+        return table.SPEC.fused(**inputs)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        results = compiled(**clone_inputs(inputs))
+        assert_same_bits(as_tuple(results), call(table, clone_inputs(inputs)), f"{table.SPEC.op} compiled by {backend}")
+    assert counters["stats"]["unique_graphs"] == 1

@@ -432,6 +432,13 @@ def check_largest_constant_rows(device: torch.device, n: int) -> None:
     torch.testing.assert_close(y, bias.expand(16, n), rtol=0, atol=0)
 
 
+def batches(device: torch.device) -> Iterator[Inputs]:
+    for n, dtype in ((1, BF16), (17, BF16), (576, BF16), (576, FP32), (769, FP16), (32769, BF16)):
+        inputs = {"x": normal(device, 257, n, dtype=dtype), **params(device, n, dtype, dtype), "activation": "silu"}
+        yield inputs
+        yield {**inputs, "residual": normal(device, 257, n, dtype=dtype, seed=1), "activation": None}
+
+
 def overload_calls(device: torch.device) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Every registered overload with arguments, for opcheck."""
     ops = torch.ops.onepass

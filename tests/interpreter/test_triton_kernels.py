@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import BF16, FP32, Case, add_relu, checks, layer_norm, normal
+from cases import BF16, FP32, Case, checks, layer_norm, normal, tables
 
 import onepass
 from onepass.ops.layer_norm.config import MAX_RESIDENT
@@ -18,7 +18,7 @@ from onepass.ops.layer_norm.config import MAX_RESIDENT
 CPU = torch.device("cpu")
 CASES = [
     pytest.param(table, case, id=f"{table.SPEC.op}-{case.name}")
-    for table in (layer_norm, add_relu)
+    for table in tables("triton")
     for case in table.CASES
     if not case.many_programs
 ]
