@@ -4,7 +4,8 @@ A table's module is named as its op and holds
 
 - `SPEC`, the op's spec, and `CASES`;
 - what `checks.py` needs to judge a result: `outputs(inputs)`, `truths(inputs)`, `eager(inputs)`,
-  `in_place_forms(inputs)`, and, where the tensors with a batch's rows are not just those of the first one's shape, `row_inputs(inputs)`;
+  `in_place_forms(inputs)`, and `row_inputs(inputs)` where the tensors with a batch's rows are not just those of the
+  first one's shape;
 - `batches(device)`: inputs of 18 rows and more, whose rows must not depend on each other;
 - `overload_calls(device)`: every registered overload with arguments, for opcheck;
 - `COMPILED`: the kernels that `test_triton_compile.py` compiles.
