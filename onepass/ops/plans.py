@@ -21,13 +21,16 @@ Tensors = tuple[Tensor | None, ...]
 
 MAX_PLANS = 4096
 
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
 
 class Plans:
     """The plans of one op.
 
     `make(aligned, values, tensors)` checks the call, raises what the op raises, and returns its plan. It may depend on
     the tensors' shapes, strides, dtypes and devices, on `values`, and on `aligned`: every tensor starts at a multiple
-    of 16 bytes. Of addresses it may know nothing more.
+    of 16 bytes. Of addresses it may know nothing more. Integer tensors do not count for `aligned`: positions and slots
+    are read one by one, and a row must not change its bits with the place of its position in memory.
     """
 
     def __init__(self, make: Callable[[bool, tuple[Any, ...], Tensors], Plan]) -> None:
@@ -43,9 +46,11 @@ class Plans:
                 if t is None:
                     key.append(None)
                 else:
-                    address_bits |= t.data_ptr()
+                    dtype = t.dtype
+                    if dtype not in _INDEX_DTYPES:
+                        address_bits |= t.data_ptr()
                     wants_grad |= t.requires_grad
-                    key += (t.shape, t.stride(), t.dtype, t.device)
+                    key += (t.shape, t.stride(), dtype, t.device)
         except AttributeError:
             self._make(False, values, tensors)  # raises: one of them is no tensor
             raise
