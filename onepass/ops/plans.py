@@ -37,8 +37,12 @@ class Plans:
         self._make = make
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
-    def find(self, values: tuple[Any, ...], tensors: Tensors) -> Plan:
-        """The plan of a call, made at its first time. Fresh outputs are left out: they are as the inputs say."""
+    def find(self, values: tuple[Any, ...], tensors: Tensors, loose: Tensors = ()) -> Plan:
+        """The plan of a call, made at its first time. Fresh outputs are left out: they are as the inputs say.
+
+        `loose` tensors, such as one number a row, may start anywhere: `aligned` says nothing of them. They follow
+        the others in what `make` gets.
+        """
         key: list[Any] = [dispatch.forced(), values]
         address_bits, wants_grad = 0, False
         try:
@@ -51,16 +55,22 @@ class Plans:
                         address_bits |= t.data_ptr()
                     wants_grad |= t.requires_grad
                     key += (t.shape, t.stride(), dtype, t.device)
+            for t in loose:
+                if t is None:
+                    key.append(None)
+                else:
+                    wants_grad |= t.requires_grad
+                    key += (t.shape, t.stride(), t.dtype, t.device)
         except AttributeError:
-            self._make(False, values, tensors)  # raises: one of them is no tensor
+            self._make(False, values, tensors + loose)  # raises: one of them is no tensor
             raise
         if wants_grad and torch.is_grad_enabled():
-            self._make(False, values, tensors)  # raises: ops have no backward pass
+            self._make(False, values, tensors + loose)  # raises: ops have no backward pass
         aligned = not address_bits & 15
         key.append(aligned)
         plan = self._plans.get(tuple(key))
         if plan is None:
-            plan = self._make(aligned, values, tensors)
+            plan = self._make(aligned, values, tensors + loose)
             if len(self._plans) >= MAX_PLANS:  # an unusual caller has filled it with shapes
                 self._plans.clear()
             self._plans[tuple(key)] = plan
