@@ -28,6 +28,12 @@ TABLE: dict[str, tuple[str, ...]] = {
     "add_relu": ("triton", "cpu", "reference"),
 }
 
+FORMS: dict[str, str] = {
+    "layer_norm_silu": "layer_norm",
+}
+"""Other public functions of an op, by name. Where one takes other arguments than the op's `describe`, its own stands
+beside that, named `describe_<function>`."""
+
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 
 REFERENCE_REASON = "runs only when asked for: with onepass.backend('reference')"
@@ -120,29 +126,45 @@ class Explanation:
 
 
 def op_name(op: str | Callable[..., Any]) -> str:
-    """The name of an op, also from a short form such as `layer_norm_silu`, which lives in the same module.
+    """The name of an op, also from one of its other public functions, such as `layer_norm_silu`, or that one's name.
 
     Raises:
         UnknownNameError: no op has this name.
     """
     module = getattr(op, "__module__", None) or ""
-    name = module.split(".")[2] if module.startswith("onepass.ops.") else str(getattr(op, "__name__", op))
+    name = module.split(".")[2] if module.startswith("onepass.ops.") else _function_name(op)
+    name = FORMS.get(name, name)
     if name not in TABLE:
-        raise UnknownNameError("op", name, tuple(TABLE))
+        raise UnknownNameError("op", name, (*TABLE, *FORMS))
     return name
+
+
+def public_function(op: str) -> Callable[..., Any] | None:
+    """The function that `FORMS` names `op`; None for the name of an op."""
+    return getattr(_op_module(FORMS[op]), op) if op in FORMS else None
+
+
+def _op_module(name: str) -> Any:
+    return importlib.import_module(f"onepass.ops.{name}.op")
+
+
+def _function_name(op: str | Callable[..., Any]) -> str:
+    return str(getattr(op, "__name__", op))
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which backend would run `op(*args, **kwargs)`, and why the others would not. Runs nothing.
 
-    `op` is an op's name ("layer_norm") or the public function. The arguments are the op's own; wrong ones
+    `op` is an op's name ("layer_norm") or a public function, or its name. The arguments are the op's own; wrong ones
     raise what the op itself would raise. `print()` shows the explanation as text.
 
     Raises:
         UnknownNameError: no op has this name.
     """
     name = op_name(op)
-    desc = importlib.import_module(f"onepass.ops.{name}.op").describe(*args, **kwargs)
+    module = _op_module(name)
+    describe = getattr(module, f"describe_{_function_name(op)}", module.describe)
+    desc = describe(*args, **kwargs)
     reasons = {b: _reasons_of(name, b, desc) for b in TABLE[name]}
     chosen = next((b for b, why_not in reasons.items() if not why_not), None)
     return Explanation(name, chosen, reasons, desc.notes())

@@ -55,7 +55,7 @@ def warmup(
     place of a tensor is called with the first tensor: `residual=torch.zeros_like`.
 
     Args:
-        op: an op's name, such as "layer_norm", or the public function.
+        op: an op's name, such as "layer_norm", or a public function, or its name.
         shapes: shapes of the first tensor.
         dtypes: dtypes of all tensors; by default bfloat16 on a GPU, float32 and bfloat16 on a CPU.
         device: by default the GPU, if there is one, else the CPU.
@@ -73,7 +73,7 @@ def warmup(
     """
     name = dispatch.op_name(op)
     spec = specs.load(name)
-    function = op if callable(op) else spec.fused
+    function = op if callable(op) else dispatch.public_function(op) or spec.fused
     target = _device(device)
     sizes = _shapes(shapes)
     wanted = _dtypes(dtypes, spec, target)
@@ -109,7 +109,8 @@ def _inputs(
     arguments: dict[str, Any],
 ) -> Inputs:
     """The tensors of the op's spec, its own defaults for the rest, and over them what the caller said."""
-    drawn = spec.make_inputs(shape, dtype, device, 0)
+    make_inputs = spec.form_inputs.get(getattr(function, "__name__", ""), spec.make_inputs)
+    drawn = make_inputs(shape, dtype, device, 0)
     first = next(value for value in drawn.values() if isinstance(value, torch.Tensor))
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
     inputs = {
