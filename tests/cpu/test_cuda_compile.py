@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="its package brings the tool that reads a c
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 
 from onepass.launch.cuda import compile_kernel
+from onepass.ops.activations import ACTIVATIONS
 from onepass.ops.layer_norm import kernel_cuda
-from onepass.ops.layer_norm.op import ACTIVATIONS, Desc
+from onepass.ops.layer_norm.op import Desc
 
 REGISTERS = 65536
 LAUNCH_REGISTERS = 96

@@ -12,8 +12,9 @@ import torch
 import onepass
 from onepass.launch import cpu, cpu_threads
 from onepass.ops.accuracy import compare
+from onepass.ops.activations import ACTIVATIONS
 from onepass.ops.layer_norm import kernel_cpu
-from onepass.ops.layer_norm.op import ACTIVATIONS, describe
+from onepass.ops.layer_norm.op import describe
 from onepass.ops.layer_norm.op import layer_norm as typed_layer_norm
 from onepass.ops.layer_norm.reference import layer_norm as reference
 from onepass.ops.layer_norm.spec import SPEC, unfused

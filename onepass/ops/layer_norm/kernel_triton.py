@@ -26,6 +26,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onepass.launch.triton import Features, Specialization, features, load, pointer, unsupported_device
 from onepass.ops.layer_norm import config as configs
 from onepass.ops.triton_math import INTERPRETED, activate, narrow, widen
+from onepass.ops.triton_rows import (
+    FEW_ROWS,
+    LONG_LOAD_STAGES,
+    integer,
+    load_columns,
+    load_sum,
+    reciprocal_root,
+    rows_per_program,
+    within,
+)
 
 if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import Desc, RowStrides
@@ -34,30 +44,6 @@ PIVOT = tl.constexpr(8)
 """Elements whose mean centres the variance of half-precision rows."""
 
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
-
-FEW_ROWS = 1024
-"""Up to this many rows, a kernel's time is the latency of one program."""
-
-LONG_LOAD_STAGES = 4
-"""Blocks in flight while a long row's statistics are taken."""
-
-
-@triton.jit
-def _within(mask, cols, N, FULL: tl.constexpr):
-    """The mask, and columns below N. FULL: they all are."""
-    if not FULL:
-        mask = mask & (cols < N)
-    return mask
-
-
-@triton.jit
-def _load_sum(x_ptr, residual_ptr, x_at, residual_at, mask, PTX: tl.constexpr):
-    """x in float32; with a residual the sum, rounded to x's dtype."""
-    x = widen(tl.load(x_ptr + x_at, mask=mask, other=0.0), PTX)
-    if residual_ptr is not None:
-        x += widen(tl.load(residual_ptr + residual_at, mask=mask, other=0.0), PTX)
-        x = widen(narrow(x, x_ptr.dtype.element_ty), False)
-    return x
 
 
 @triton.jit
@@ -68,25 +54,6 @@ def _sum_both(a, b):
     else:
         a, b = tl.split(tl.sum(tl.join(a, b), axis=1))
     return a[:, None], b[:, None]
-
-
-@triton.jit
-def _rstd(variance, eps):
-    """1 / sqrt(variance + eps), also where that is subnormal, which rsqrt takes for zero."""
-    # Rounding may leave a tiny negative variance for a constant row; NaN must stay NaN.
-    square = tl.where(variance < 0.0, 0.0, variance) + eps
-    small = square < 2.0**-100
-    return tl.rsqrt(tl.where(small, square * 2.0**80, square)) * tl.where(small, 2.0**40, 1.0)
-
-
-@triton.jit
-def _load_columns(ptr, cols, mask):
-    """The weight or the bias; where there is none, a number that nobody reads."""
-    if ptr is None:
-        columns = 0.0
-    else:
-        columns = tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
-    return columns
 
 
 @triton.jit
@@ -139,27 +106,27 @@ def layer_norm_kernel(
     # All loads come before the first exchange between lanes: the compiler moves none across it.
     first_cols = tl.arange(0, PIVOT)[None, :]
     first_mask = rows_mask & (first_cols < N)
-    first = _load_sum(x_ptr, residual_ptr, x_row + first_cols, residual_row + first_cols, first_mask, False)
+    first = load_sum(x_ptr, residual_ptr, x_row + first_cols, residual_row + first_cols, first_mask, False)
     xs = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
-        mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
-        x = _load_sum(x_ptr, residual_ptr, x_row + cols, residual_row + cols, mask, PTX)
+        mask = within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
+        x = load_sum(x_ptr, residual_ptr, x_row + cols, residual_row + cols, mask, PTX)
         xs = xs + (x,)
     ws, bs = (), ()
     if FEW_ROWS:
         for chunk in tl.static_range(CHUNKS):
             cols = chunk * BLOCK + lanes
-            mask = _within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
-            ws = ws + (_load_columns(weight_ptr, cols, mask),)
-            bs = bs + (_load_columns(bias_ptr, cols, mask),)
+            mask = within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
+            ws = ws + (load_columns(weight_ptr, cols, mask),)
+            bs = bs + (load_columns(bias_ptr, cols, mask),)
 
     if residual_out_ptr is not None:
         # residual_out may be x itself: no warp may store before every warp has read the first elements.
         tl.debug_barrier()
         for chunk in tl.static_range(CHUNKS):
             cols = chunk * BLOCK + lanes
-            mask = _within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
+            mask = within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
             tl.store(residual_out_ptr + rows * stride_rom + cols, narrow(xs[chunk], x_ptr.dtype.element_ty), mask=mask)
 
     scale = 1.0 / N
@@ -184,16 +151,16 @@ def layer_norm_kernel(
     total, squares = _sum_both(total, squares)
     offset = total * scale
     # The bound keeps rows whose squares overflow from inf - inf: their rstd is 0, as torch's is.
-    rstd = _rstd(squares * scale - tl.minimum(offset * offset, MAX_FLOAT32), eps)
+    rstd = reciprocal_root(squares * scale - tl.minimum(offset * offset, MAX_FLOAT32), eps)
     shift = -offset * rstd
 
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
-        mask = _within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
+        mask = within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
         if FEW_ROWS:
             w, b = ws[chunk], bs[chunk]
         else:
-            w, b = _load_columns(weight_ptr, cols, mask), _load_columns(bias_ptr, cols, mask)
+            w, b = load_columns(weight_ptr, cols, mask), load_columns(bias_ptr, cols, mask)
         y = _affine(ds[chunk] * rstd + shift, weight_ptr, w, bias_ptr, b, ACTIVATION, PTX)
         tl.store(y_ptr + rows * stride_ym + cols, narrow(y, y_ptr.dtype.element_ty), mask=rows_mask & mask)
 
@@ -241,8 +208,8 @@ def layer_norm_long_kernel(
     squares = tl.zeros([1, BLOCK], tl.float32)
     for start in tl.range(0, N, BLOCK, num_stages=LOAD_STAGES):
         cols = start + lanes
-        mask = _within(lanes < BLOCK, cols, N, EVEN)
-        x = _load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
+        mask = within(lanes < BLOCK, cols, N, EVEN)
+        x = load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + cols, narrow(x, x_ptr.dtype.element_ty), mask=mask)
         d = x - means
@@ -253,7 +220,7 @@ def layer_norm_long_kernel(
     counts = (last // BLOCK + tl.where(last + lanes < N, 1, 0)).to(tl.float32)
     mean = tl.sum(means * (counts * scale), axis=1, keep_dims=True)
     d = means - mean
-    rstd = _rstd(tl.sum(squares + counts * d * d, axis=1, keep_dims=True) * scale, eps)
+    rstd = reciprocal_root(tl.sum(squares + counts * d * d, axis=1, keep_dims=True) * scale, eps)
 
     normed_ptr = x_ptr
     if residual_out_ptr is not None:
@@ -262,20 +229,15 @@ def layer_norm_long_kernel(
         normed_ptr = residual_out_ptr
     for start in tl.range(0, N, BLOCK):
         cols = last - start + lanes
-        mask = _within(lanes < BLOCK, cols, N, EVEN)
+        mask = within(lanes < BLOCK, cols, N, EVEN)
         x = widen(tl.load(normed_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first"), PTX)
-        w, b = _load_columns(weight_ptr, cols, mask), _load_columns(bias_ptr, cols, mask)
+        w, b = load_columns(weight_ptr, cols, mask), load_columns(bias_ptr, cols, mask)
         y = _affine((x - mean) * rstd, weight_ptr, w, bias_ptr, b, ACTIVATION, PTX)
         tl.store(y_ptr + cols, narrow(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return unsupported_device(desc.device)
-
-
-def _integer(size: int) -> str:
-    """The type of a size; a block past it must not overflow."""
-    return "i32" if size < 2**31 - 2**16 else "i64"
 
 
 def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[Any, Specialization]:
@@ -289,7 +251,7 @@ def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[
         pointer(desc.bias_dtype),
         pointer(desc.dtype),
         pointer(present),
-        *(_integer(desc.num_rows), _integer(desc.hidden_size), "i64", "i64", "i64", "i64", "fp32"),
+        *(integer(desc.num_rows), integer(desc.hidden_size), "i64", "i64", "i64", "i64", "fp32"),
     )
     pointers_and_strides = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11) if desc.aligned else ()
     multiples = pointers_and_strides + ((7,) if desc.hidden_size % 16 == 0 else ())
@@ -302,23 +264,17 @@ def specialize(desc: Desc, config: configs.Config, features: Features) -> tuple[
     else:
         kernel = layer_norm_kernel
         even = desc.hidden_size == config.block * config.chunks
-        rows = rows_per_program(desc, config)
+        rows = rows_per_program(desc.num_rows, desc.dtype.itemsize, config)
         few_rows = desc.num_rows <= FEW_ROWS
         constants = (config.block, config.chunks, rows, even, desc.activation, ptx, features.pdl, few_rows)
     return kernel, Specialization(types, constants, multiples, config.num_warps, features.pdl)
-
-
-def rows_per_program(desc: Desc, config: configs.Config) -> int:
-    """The config's; of few rows one, where a block spans all lanes, so that its layout and its sums stay the same."""
-    spans_all_lanes = config.block * desc.dtype.itemsize == config.num_warps * configs.WARP_BYTES
-    return 1 if desc.num_rows <= FEW_ROWS and spans_all_lanes else config.rows
 
 
 def prepare(desc: Desc, config: configs.Config | None = None) -> Callable[..., None]:
     """The tuner says which config; calls take the chosen one."""
     config = config or configs.choose(desc)
     launch = load(*specialize(desc, config, features(desc.device)), desc.device)
-    grid = -(-desc.num_rows // rows_per_program(desc, config))
+    grid = -(-desc.num_rows // rows_per_program(desc.num_rows, desc.dtype.itemsize, config))
     num_rows, hidden_size = desc.num_rows, desc.hidden_size
 
     def run(

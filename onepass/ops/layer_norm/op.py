@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onepass import dispatch
 from onepass.errors import ArgumentTypeError, ArgumentValueError
+from onepass.ops.activations import ACTIVATIONS
 from onepass.ops.checks import (
     OPTIONAL_TENSOR,
     any_requires_grad,
@@ -33,7 +34,6 @@ from onepass.ops.rows import (
     strides_aligned_16,
 )
 
-ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
 _UNFUSED = "torch.nn.functional.layer_norm followed by the activation"
 
 

@@ -1,7 +1,6 @@
 """LayerNorm, its activation and its residual add in plain torch ops: the meaning of the op, in any dtype.
 
-LayerNorm is from Ba, Kiros and Hinton, "Layer Normalization" (2016), SiLU from Elfwing, Uchibe and Doya (2017),
-GELU from Hendrycks and Gimpel (2016).
+LayerNorm is from Ba, Kiros and Hinton, "Layer Normalization" (2016).
 """
 
 from __future__ import annotations
@@ -11,17 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from onepass.ops.activations import ACTIVATION_FUNCTIONS
 
 if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import Desc
-
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 def layer_norm(

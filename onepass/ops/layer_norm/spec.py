@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from onepass.ops.activations import ACTIVATION_FUNCTIONS
 from onepass.ops.layer_norm.op import layer_norm
-from onepass.ops.layer_norm.reference import ACTIVATION_FUNCTIONS
 from onepass.ops.layer_norm.reference import layer_norm as reference
 from onepass.ops.spec import Inputs, OpSpec, tensor_bytes
 
