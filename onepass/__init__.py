@@ -17,14 +17,28 @@ from onepass.version import VERSION as __version__
 if TYPE_CHECKING:
     from onepass.ops.add_relu.op import add_relu
     from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
+    from onepass.ops.rms_norm.op import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
     from onepass.warming import warmup
 
-__all__ = ["add_relu", "backend", "explain", "layer_norm", "layer_norm_silu", "warmup"]
+__all__ = [
+    "add_relu",
+    "backend",
+    "explain",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "layer_norm",
+    "layer_norm_silu",
+    "rms_norm",
+    "warmup",
+]
 
 _LAZY = {
     "add_relu": "onepass.ops.add_relu.op",
+    "fused_add_rms_norm": "onepass.ops.rms_norm.op",
+    "fused_add_rms_norm_": "onepass.ops.rms_norm.op",
     "layer_norm": "onepass.ops.layer_norm.op",
     "layer_norm_silu": "onepass.ops.layer_norm.op",
+    "rms_norm": "onepass.ops.rms_norm.op",
     "warmup": "onepass.warming",
 }
 
