@@ -16,6 +16,14 @@ from onepass.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from onepass.ops.add_relu.op import add_relu
+    from onepass.ops.gated_activation.op import (
+        geglu,
+        gelu_and_mul,
+        gelu_tanh_and_mul,
+        relu_and_mul,
+        silu_and_mul,
+        swiglu,
+    )
     from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
     from onepass.ops.rms_norm.op import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
     from onepass.warming import warmup
@@ -26,9 +34,15 @@ __all__ = [
     "explain",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "geglu",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
     "layer_norm",
     "layer_norm_silu",
+    "relu_and_mul",
     "rms_norm",
+    "silu_and_mul",
+    "swiglu",
     "warmup",
 ]
 
@@ -36,9 +50,15 @@ _LAZY = {
     "add_relu": "onepass.ops.add_relu.op",
     "fused_add_rms_norm": "onepass.ops.rms_norm.op",
     "fused_add_rms_norm_": "onepass.ops.rms_norm.op",
+    "geglu": "onepass.ops.gated_activation.op",
+    "gelu_and_mul": "onepass.ops.gated_activation.op",
+    "gelu_tanh_and_mul": "onepass.ops.gated_activation.op",
     "layer_norm": "onepass.ops.layer_norm.op",
     "layer_norm_silu": "onepass.ops.layer_norm.op",
+    "relu_and_mul": "onepass.ops.gated_activation.op",
     "rms_norm": "onepass.ops.rms_norm.op",
+    "silu_and_mul": "onepass.ops.gated_activation.op",
+    "swiglu": "onepass.ops.gated_activation.op",
     "warmup": "onepass.warming",
 }
 

@@ -27,12 +27,19 @@ TABLE: dict[str, tuple[str, ...]] = {
     "layer_norm": ("cuda", "triton", "cpu", "reference"),
     "add_relu": ("triton", "cpu", "reference"),
     "rms_norm": ("triton", "cpu", "reference"),
+    "gated_activation": ("triton", "cpu", "reference"),
 }
 
 FORMS: dict[str, str] = {
     "layer_norm_silu": "layer_norm",
     "fused_add_rms_norm": "rms_norm",
     "fused_add_rms_norm_": "rms_norm",
+    "silu_and_mul": "gated_activation",
+    "gelu_and_mul": "gated_activation",
+    "gelu_tanh_and_mul": "gated_activation",
+    "relu_and_mul": "gated_activation",
+    "swiglu": "gated_activation",
+    "geglu": "gated_activation",
 }
 """Other public functions of an op, by name. Where one takes other arguments than the op's `describe`, its own stands
 beside that, named `describe_<function>`."""

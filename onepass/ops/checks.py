@@ -36,14 +36,14 @@ def check_vector(op: str, argument: str, value: torch.Tensor, x: torch.Tensor) -
         raise ArgumentValueError(op, argument, f"the device of x, {x.device}", value.device)
 
 
-def check_like(op: str, argument: str, value: torch.Tensor, x: torch.Tensor) -> None:
-    """A tensor of x's shape, dtype and device."""
+def check_like(op: str, argument: str, value: torch.Tensor, x: torch.Tensor, name: str = "x") -> None:
+    """A tensor of the shape, dtype and device of x, which the op calls `name`."""
     if value.dtype != x.dtype:
-        raise ArgumentTypeError(op, argument, f"the dtype of x, {x.dtype}", value.dtype)
+        raise ArgumentTypeError(op, argument, f"the dtype of {name}, {x.dtype}", value.dtype)
     if value.shape != x.shape:
-        raise ArgumentValueError(op, argument, f"the shape of x, {list(x.shape)}", list(value.shape))
+        raise ArgumentValueError(op, argument, f"the shape of {name}, {list(x.shape)}", list(value.shape))
     if value.device != x.device:
-        raise ArgumentValueError(op, argument, f"the device of x, {x.device}", value.device)
+        raise ArgumentValueError(op, argument, f"the device of {name}, {x.device}", value.device)
 
 
 def any_requires_grad(*tensors: torch.Tensor | None) -> bool:
