@@ -33,6 +33,8 @@ class Specialization(NamedTuple):
     threads: int
     shared_bytes: int
     """Dynamic shared memory of a block."""
+    prelude: str = ""
+    """Generated code that stands before the source."""
     cluster: int = 1
     """Blocks of a cluster; more than 8 may find too few neighbouring multiprocessors on some GPUs."""
 
@@ -55,7 +57,8 @@ def compile_kernel(special: Specialization, arch: str) -> Any:
     macros = [(name, str(value)) for name, value in special.macros]
     options = ProgramOptions(arch=arch, std="c++17", define_macro=macros)
     with _compile_lock, FileStreamProgramCache(cache_folder("cuda")) as cache:
-        return Program(special.source.read_text(encoding="utf-8"), "c++", options).compile("cubin", cache=cache)
+        source = special.prelude + special.source.read_text(encoding="utf-8")
+        return Program(source, "c++", options).compile("cubin", cache=cache)
 
 
 def load(special: Specialization, device: torch.device, arch: str) -> Callable[..., None]:
