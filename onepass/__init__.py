@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     )
     from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
     from onepass.ops.rms_norm.op import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
+    from onepass.ops.sample.op import sample
+    from onepass.ops.softmax.op import softmax
     from onepass.warming import warmup
 
 __all__ = [
@@ -41,7 +43,9 @@ __all__ = [
     "layer_norm_silu",
     "relu_and_mul",
     "rms_norm",
+    "sample",
     "silu_and_mul",
+    "softmax",
     "swiglu",
     "warmup",
 ]
@@ -57,7 +61,9 @@ _LAZY = {
     "layer_norm_silu": "onepass.ops.layer_norm.op",
     "relu_and_mul": "onepass.ops.gated_activation.op",
     "rms_norm": "onepass.ops.rms_norm.op",
+    "sample": "onepass.ops.sample.op",
     "silu_and_mul": "onepass.ops.gated_activation.op",
+    "softmax": "onepass.ops.softmax.op",
     "swiglu": "onepass.ops.gated_activation.op",
     "warmup": "onepass.warming",
 }

@@ -28,6 +28,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "add_relu": ("triton", "cpu", "reference"),
     "rms_norm": ("triton", "cpu", "reference"),
     "gated_activation": ("triton", "cpu", "reference"),
+    "softmax": ("cuda", "triton", "cpu", "reference"),
+    "sample": ("triton", "cpu", "reference"),
 }
 
 FORMS: dict[str, str] = {

@@ -49,6 +49,7 @@ class Kernel:
     def __init__(self, function: Callable[..., None]) -> None:
         dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
         sources = (inspect.getfile(function), __file__, cpu_math.__file__, cpu_memory.__file__, cpu_vector.__file__)
+        sources += tuple(sorted(_files_of_inlined(function) - set(sources)))
         name = f"{Path(sources[0]).parent.name}.{function.__name__}"
         dispatcher._cache = cpu_cache.KernelCache(name, sources)
         self._dispatcher = dispatcher
@@ -70,6 +71,12 @@ class Kernel:
     def assembly(self) -> list[str]:
         """The machine code of every function compiled in this process, as text."""
         return list(self._dispatcher.inspect_asm().values())
+
+
+def _files_of_inlined(function: Callable[..., None]) -> set[str]:
+    """The files of the compiled functions that a kernel names, such as one that ops share."""
+    named = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return {inspect.getfile(f.py_func) for f in named if hasattr(f, "py_func")}
 
 
 def kernel(function: Callable[..., None]) -> Kernel:

@@ -131,6 +131,16 @@ def keep_first(typingctx: Any, value: Any, count: Any) -> Any:
 
 
 @intrinsic
+def fill_rest(typingctx: Any, value: Any, count: Any, rest: Any) -> Any:
+    """`value` with every lane from `count` on taken from `rest`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.select(first_lanes(builder, args[1]), args[0], args[2])
+
+    return vector32(vector32, types.int64, vector32), generate
+
+
+@intrinsic
 def splat(typingctx: Any, value: Any) -> Any:
     """A number, rounded to float32, in all lanes."""
 
@@ -171,6 +181,17 @@ def sum_lanes(typingctx: Any, value: Any) -> Any:
         return builder.extract_element(total, ir.Constant(I32, 0))
 
     return types.float64(vector64), generate
+
+
+@intrinsic
+def max_lanes(typingctx: Any, value: Any) -> Any:
+    """The largest of float32 lanes; NaN counts only where there is nothing else."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        largest = call_llvm(builder, "llvm.vector.reduce.fmax.v16f32", F32, [args[0]])
+        return builder.fpext(largest, F64)
+
+    return types.float64(vector32), generate
 
 
 @intrinsic
