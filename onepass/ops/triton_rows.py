@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from onepass.ops.row_config import WARP_BYTES, Config
-from onepass.ops.triton_math import narrow, widen
+from onepass.ops.triton_math import add_rounded
 
 FEW_ROWS = 1024
 """Up to this many rows, a kernel's time is the latency of one program."""
@@ -25,11 +25,10 @@ def within(mask, cols, N, FULL: tl.constexpr):
 
 @triton.jit
 def load_sum(x_ptr, residual_ptr, x_at, residual_at, mask, PTX: tl.constexpr):
-    """x in float32; with a residual the sum, rounded to x's dtype."""
-    x = widen(tl.load(x_ptr + x_at, mask=mask, other=0.0), PTX)
+    """x; with a residual the sum, rounded to x's dtype."""
+    x = tl.load(x_ptr + x_at, mask=mask, other=0.0)
     if residual_ptr is not None:
-        x += widen(tl.load(residual_ptr + residual_at, mask=mask, other=0.0), PTX)
-        x = widen(narrow(x, x_ptr.dtype.element_ty), False)
+        x = add_rounded(x, tl.load(residual_ptr + residual_at, mask=mask, other=0.0), PTX)
     return x
 
 

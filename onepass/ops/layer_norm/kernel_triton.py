@@ -106,13 +106,15 @@ def layer_norm_kernel(
     # All loads come before the first exchange between lanes: the compiler moves none across it.
     first_cols = tl.arange(0, PIVOT)[None, :]
     first_mask = rows_mask & (first_cols < N)
-    first = load_sum(x_ptr, residual_ptr, x_row + first_cols, residual_row + first_cols, first_mask, False)
-    xs = ()
+    first = widen(
+        load_sum(x_ptr, residual_ptr, x_row + first_cols, residual_row + first_cols, first_mask, False), False
+    )
+    ts = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
         mask = within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
-        x = load_sum(x_ptr, residual_ptr, x_row + cols, residual_row + cols, mask, PTX)
-        xs = xs + (x,)
+        t = load_sum(x_ptr, residual_ptr, x_row + cols, residual_row + cols, mask, PTX)
+        ts = ts + (t,)
     ws, bs = (), ()
     if FEW_ROWS:
         for chunk in tl.static_range(CHUNKS):
@@ -120,6 +122,10 @@ def layer_norm_kernel(
             mask = within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
             ws = ws + (load_columns(weight_ptr, cols, mask),)
             bs = bs + (load_columns(bias_ptr, cols, mask),)
+        if PDL and PTX:
+            # A second time, which changes nothing for the next kernel: the compiler moves no load across this, and
+            # would otherwise fetch the weight after x has arrived. Long rows of float32 have no registers for that.
+            gdc_launch_dependents()
 
     if residual_out_ptr is not None:
         # residual_out may be x itself: no warp may store before every warp has read the first elements.
@@ -127,7 +133,10 @@ def layer_norm_kernel(
         for chunk in tl.static_range(CHUNKS):
             cols = chunk * BLOCK + lanes
             mask = within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
-            tl.store(residual_out_ptr + rows * stride_rom + cols, narrow(xs[chunk], x_ptr.dtype.element_ty), mask=mask)
+            tl.store(residual_out_ptr + rows * stride_rom + cols, ts[chunk], mask=mask)
+    xs = ()
+    for chunk in tl.static_range(CHUNKS):
+        xs = xs + (widen(ts[chunk], PTX),)
 
     scale = 1.0 / N
     if x_ptr.dtype.element_ty == tl.float32:
@@ -209,9 +218,10 @@ def layer_norm_long_kernel(
     for start in tl.range(0, N, BLOCK, num_stages=LOAD_STAGES):
         cols = start + lanes
         mask = within(lanes < BLOCK, cols, N, EVEN)
-        x = load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
+        t = load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
         if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + cols, narrow(x, x_ptr.dtype.element_ty), mask=mask)
+            tl.store(residual_out_ptr + cols, t, mask=mask)
+        x = widen(t, PTX)
         d = x - means
         if not EVEN:
             d = tl.where(cols < N, d, 0.0)

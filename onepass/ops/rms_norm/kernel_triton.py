@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onepass.launch.triton import Features, Specialization, features, load, pointer, unsupported_device
 from onepass.ops.row_config import Config, heuristic
-from onepass.ops.triton_math import activate, narrow, widen
+from onepass.ops.triton_math import activate, multiply_rounded, narrow, widen
 from onepass.ops.triton_rows import (
     FEW_ROWS,
     LONG_LOAD_STAGES,
@@ -40,20 +40,36 @@ def _finish(
     weight_ptr,
     weight,
     weight_offset,
-    ROUNDING: tl.constexpr,
+    dtype: tl.constexpr,
+    ROUNDS: tl.constexpr,
     OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """activation(x * (weight_offset + weight)). ROUNDING: x is rounded to that dtype first."""
-    if ROUNDING is not None:
-        x = widen(narrow(x, ROUNDING), PTX)
-    if weight_ptr is not None:
-        w = widen(weight, PTX)
-        if OFFSET:
-            w += weight_offset
-        x = x * w
-    return activate(x, ACTIVATION, PTX)
+    """activation(x * (weight_offset + weight)) in dtype. ROUNDS: x is rounded to dtype first."""
+    if ROUNDS and weight_ptr.dtype.element_ty == dtype and not OFFSET and ACTIVATION is None:
+        y = multiply_rounded(narrow(x, dtype), weight, PTX)
+    else:
+        if ROUNDS:
+            x = widen(narrow(x, dtype), PTX)
+        if weight_ptr is not None:
+            w = widen(weight, PTX)
+            if OFFSET:
+                w += weight_offset
+            x = x * w
+        y = narrow(activate(x, ACTIVATION, PTX), dtype)
+    return y
+
+
+@triton.jit
+def _load_weight(weight_ptr, N, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
+    """The weight in CHUNKS blocks."""
+    lanes = tl.arange(0, BLOCK)[None, :]
+    ws = ()
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        ws = ws + (load_columns(weight_ptr, cols, within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)),)
+    return ws
 
 
 @triton.jit
@@ -92,39 +108,44 @@ def rms_norm_kernel(
         gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    rows_mask = rows < num_rows
     lanes = tl.arange(0, BLOCK)[None, :]
+    if ROWS == 1:
+        rows_mask = lanes < BLOCK  # the compiler sees that it is true
+    else:
+        rows_mask = rows < num_rows
 
     # All loads come before the exchange between lanes: the compiler moves none across it.
-    xs = ()
+    ts = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
         mask = within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
-        x = load_sum(x_ptr, residual_ptr, rows * stride_xm + cols, rows * stride_rm + cols, mask, PTX)
-        xs = xs + (x,)
+        ts = ts + (load_sum(x_ptr, residual_ptr, rows * stride_xm + cols, rows * stride_rm + cols, mask, PTX),)
     ws = ()
     if FEW_ROWS:
-        for chunk in tl.static_range(CHUNKS):
-            cols = chunk * BLOCK + lanes
-            ws = ws + (load_columns(weight_ptr, cols, within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)),)
+        ws = _load_weight(weight_ptr, N, BLOCK, CHUNKS, EVEN)
+        if PDL:
+            # A second time, which changes nothing for the next kernel: the compiler moves no load across this, and
+            # would otherwise fetch the weight after x has arrived.
+            gdc_launch_dependents()
 
-    squares = xs[0] * xs[0]
-    for chunk in tl.static_range(1, CHUNKS):
-        squares += xs[chunk] * xs[chunk]
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        x = widen(ts[chunk], PTX)
+        squares += x * x
     rrms = reciprocal_root(tl.sum(squares, axis=1, keep_dims=True) * (1.0 / N), eps)
 
-    # Every lane has read its part of the rows by now: the outputs may be x and the residual.
+    # Every lane has read its part of the rows by now: the outputs may be x and the residual. No load comes after them,
+    # since the compiler cannot move it before a store.
+    if not FEW_ROWS:
+        ws = _load_weight(weight_ptr, N, BLOCK, CHUNKS, EVEN)
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
-        mask = within(lanes < BLOCK, cols, N, EVEN or chunk < CHUNKS - 1)
+        mask = within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
         if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + rows * stride_rom + cols, narrow(xs[chunk], dtype), mask=rows_mask & mask)
-        if FEW_ROWS:
-            w = ws[chunk]
-        else:
-            w = load_columns(weight_ptr, cols, mask)
-        y = _finish(xs[chunk] * rrms, weight_ptr, w, weight_offset, dtype if ROUNDS else None, OFFSET, ACTIVATION, PTX)
-        tl.store(y_ptr + rows * stride_ym + cols, narrow(y, dtype), mask=rows_mask & mask)
+            tl.store(residual_out_ptr + rows * stride_rom + cols, ts[chunk], mask=mask)
+        x = widen(ts[chunk], PTX) * rrms
+        y = _finish(x, weight_ptr, ws[chunk], weight_offset, dtype, ROUNDS, OFFSET, ACTIVATION, PTX)
+        tl.store(y_ptr + rows * stride_ym + cols, y, mask=mask)
 
 
 @triton.jit
@@ -170,9 +191,10 @@ def rms_norm_long_kernel(
     for start in tl.range(0, N, BLOCK, num_stages=LOAD_STAGES):
         cols = start + lanes
         mask = within(lanes < BLOCK, cols, N, EVEN)
-        x = load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
+        t = load_sum(x_ptr, residual_ptr, cols, cols, mask, PTX)
         if residual_out_ptr is not None:
-            tl.store(residual_out_ptr + cols, narrow(x, dtype), mask=mask)
+            tl.store(residual_out_ptr + cols, t, mask=mask)
+        x = widen(t, PTX)
         squares += x * x
     rrms = reciprocal_root(tl.sum(squares, axis=1, keep_dims=True) * (1.0 / N), eps)
 
@@ -187,8 +209,8 @@ def rms_norm_long_kernel(
         mask = within(lanes < BLOCK, cols, N, EVEN)
         x = widen(tl.load(normed_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first"), PTX)
         w = load_columns(weight_ptr, cols, mask)
-        y = _finish(x * rrms, weight_ptr, w, weight_offset, dtype if ROUNDS else None, OFFSET, ACTIVATION, PTX)
-        tl.store(y_ptr + cols, narrow(y, dtype), mask=mask)
+        y = _finish(x * rrms, weight_ptr, w, weight_offset, dtype, ROUNDS, OFFSET, ACTIVATION, PTX)
+        tl.store(y_ptr + cols, y, mask=mask)
 
 
 def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
