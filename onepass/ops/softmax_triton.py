@@ -2,14 +2,21 @@
 
 A row, or a part of it, comes down to its maximum m and the sum s of exp2((x - m) * scale), scale = log2(e) /
 temperature. Parts are put together by their maxima (Milakov and Gimelshein, "Online normalizer calculation for
-softmax", 2018). Special values take no branches: tl.max skips NaN, which then makes s NaN; +inf makes s NaN by
+softmax", 2018). Special values take no branches: tl.max skips NaN, which then makes s NaN; sums about +inf are NaN by
 inf - inf; a part that is all -inf has m = -inf and s = 0.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from onepass.launch.triton import Features, Specialization, pointer
+from onepass.ops.triton_math import widen
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
@@ -26,6 +33,9 @@ MAX_PARTS = 4096
 
 FEW_CHUNKS = 2048
 CHUNKS_OF_MANY = 2
+
+MANY_PROGRAMS = 4096
+"""From here on programmatic dependent launch is left out: it hides the launch, and each program starts 1.2 ns later."""
 
 
 @triton.jit
@@ -51,9 +61,23 @@ def scale_of(temperature):
 
 
 @triton.jit
-def terms(x, largest, scale, PTX: tl.constexpr):
-    """What is summed of a part with this maximum. -inf gives 0, also past the row's end and where all is -inf."""
-    return exp2((x - tl.where(largest == float("-inf"), 0.0, largest)) * scale, PTX)
+def row_scale(temperature, GREEDY: tl.constexpr):
+    """The scale of the logits. At temperature 0 that of 1: the sum then shows whether the row is NaN."""
+    if GREEDY:
+        temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    return scale_of(temperature)
+
+
+@triton.jit
+def terms(x, centre, scale, PTX: tl.constexpr):
+    """What is summed of a part. -inf gives 0, also past the row's end, where the centre is finite."""
+    return exp2((x - centre) * scale, PTX)
+
+
+@triton.jit
+def finite_centre(largest):
+    """What is subtracted from logits: their maximum, or 0 where that is infinite."""
+    return tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
 
 
 @triton.jit
@@ -66,7 +90,7 @@ def first_lane(x, largest, lanes):
 def merge_parts(
     maxima_ptr, sums_ptr, start, num_parts, scale, PARTS: tl.constexpr, ROUNDS: tl.constexpr, PTX: tl.constexpr
 ):
-    """The maximum and the sum of a row from those of its parts; the sum is NaN where all is -inf.
+    """The maximum of a row and its sum about that, or about 0 where the maximum is infinite, from those of its parts.
 
     Lane i takes the parts i, i + PARTS, ..., ROUNDS of them; num_parts is at most PARTS * ROUNDS.
     """
@@ -76,13 +100,86 @@ def merge_parts(
         mask = i * PARTS + lanes < num_parts
         largest = tl.maximum(largest, tl.load(maxima_ptr + start + i * PARTS + lanes, mask=mask, other=float("-inf")))
     whole = tl.max(largest, axis=0)
+    centre = finite_centre(whole)
     total = tl.zeros([PARTS], tl.float32)
     for i in tl.static_range(ROUNDS):
         mask = i * PARTS + lanes < num_parts
         m = tl.load(maxima_ptr + start + i * PARTS + lanes, mask=mask, other=float("-inf"))
         s = tl.load(sums_ptr + start + i * PARTS + lanes, mask=mask, other=0.0)
-        total += s * exp2((m - whole) * scale, PTX)
+        total += s * exp2((m - centre) * scale, PTX)
     return whole, tl.sum(total, axis=0)
+
+
+@triton.jit
+def statistics_kernel(
+    x_ptr,
+    temperature_ptr,
+    maxima_ptr,
+    sums_ptr,
+    firsts_ptr,
+    N,
+    num_chunks,
+    stride_xm,
+    stride_tm,
+    temperature,
+    CHUNK: tl.constexpr,
+    CHUNKS_A_PROGRAM: tl.constexpr,
+    GREEDY: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of each chunk of CHUNK columns the maximum, the sum and the maximum's first column, each [rows, num_chunks]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    programs_a_row = tl.cdiv(num_chunks, CHUNKS_A_PROGRAM)
+    row = tl.program_id(0).to(tl.int64) // programs_a_row
+    first_chunk = (tl.program_id(0) % programs_a_row) * CHUNKS_A_PROGRAM
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row * stride_tm)
+    scale = row_scale(temperature, GREEDY)
+    lanes = tl.arange(0, CHUNK)
+    start = first_chunk.to(tl.int64) * CHUNK
+    x_ptr += row * stride_xm + start
+    xs = ()
+    for i in tl.static_range(CHUNKS_A_PROGRAM):
+        xs = xs + (tl.load(x_ptr + i * CHUNK + lanes, mask=i * CHUNK + lanes < N - start, other=float("-inf")),)
+    for i in tl.static_range(CHUNKS_A_PROGRAM):
+        x = widen(xs[i], PTX and x_ptr.dtype.element_ty != tl.float32)
+        largest = tl.max(x, axis=0)
+        total = tl.sum(terms(x, finite_centre(largest), scale, PTX), axis=0)
+        at = row * num_chunks + first_chunk + i
+        inside = first_chunk + i < num_chunks
+        tl.store(maxima_ptr + at, largest, mask=inside)
+        tl.store(sums_ptr + at, total, mask=inside)
+        if GREEDY:
+            tl.store(firsts_ptr + at, start + i * CHUNK + first_lane(x, largest, lanes), mask=inside)
+
+
+def few_programs(num_rows: int, num_chunks: int) -> bool:
+    """Whether programmatic dependent launch pays."""
+    return num_rows * -(-num_chunks // chunks_a_program(num_rows, num_chunks)) < MANY_PROGRAMS
+
+
+def specialize_statistics(
+    dtype: torch.dtype, num_rows: int, n: int, aligned: bool, per_row: bool, greedy: bool, features: Features
+) -> tuple[Any, Specialization]:
+    """`statistics_kernel` and what it is compiled for."""
+    num_chunks = -(-n // CHUNK)
+    taken = chunks_a_program(num_rows, num_chunks)
+    pdl = features.pdl and few_programs(num_rows, num_chunks)
+    special = Specialization(
+        (
+            *(pointer(dtype), pointer(torch.float32 if per_row else None)),
+            *("*fp32", "*fp32", pointer(torch.int64 if greedy else None)),
+            *("i64", "i32", "i64", "i64", "fp32"),
+        ),
+        (CHUNK, taken, greedy, features.ptx, pdl),
+        ((0, 7) if aligned else ()) + ((5,) if n % 16 == 0 else ()),
+        NUM_WARPS,
+        pdl,
+    )
+    return statistics_kernel, special
 
 
 def chunks_a_program(num_rows: int, num_chunks: int) -> int:

@@ -24,13 +24,15 @@ from onepass.launch.triton import Features, Specialization, features, load, poin
 from onepass.ops.row_config import MAX_RESIDENT, Config, heuristic
 from onepass.ops.softmax_triton import (
     CHUNK,
+    MANY_PROGRAMS,
     MAX_PARTS,
     NO_COLUMN,
     NUM_WARPS,
     chunks_a_program,
-    first_lane,
+    few_programs,
     merge_parts,
-    scale_of,
+    row_scale,
+    specialize_statistics,
     terms,
 )
 from onepass.ops.triton_math import narrow, widen
@@ -38,14 +40,6 @@ from onepass.ops.triton_rows import integer, rows_per_program, within
 
 if TYPE_CHECKING:
     from onepass.ops.softmax.op import Desc, RowStrides
-
-
-@triton.jit
-def _row_scale(temperature, GREEDY: tl.constexpr):
-    """The scale of the logits. At temperature 0 that of 1: the sum then shows whether the row is NaN."""
-    if GREEDY:
-        temperature = tl.where(temperature == 0.0, 1.0, temperature)
-    return scale_of(temperature)
 
 
 @triton.jit
@@ -88,7 +82,7 @@ def softmax_kernel(
     lanes = tl.arange(0, BLOCK)[None, :]
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows * stride_tm, mask=rows_mask, other=1.0)
-    scale = _row_scale(temperature, GREEDY)
+    scale = row_scale(temperature, GREEDY)
 
     xs = ()
     for chunk in tl.static_range(CHUNKS):
@@ -107,10 +101,11 @@ def softmax_kernel(
             firsts = tl.minimum(firsts, tl.where(xs[chunk] == largest, chunk * BLOCK + lanes, N))
         first = tl.min(firsts, axis=1, keep_dims=True)
 
+    centre = tl.where(largest == float("-inf"), 0.0, largest)
     es = ()
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        e = terms(xs[chunk], largest, scale, PTX)
+        e = terms(xs[chunk], centre, scale, PTX)
         total += e
         es = es + (e,)
     total = tl.sum(total, axis=1, keep_dims=True)
@@ -121,52 +116,6 @@ def softmax_kernel(
         mask = within(rows_mask, cols, N, EVEN or chunk < CHUNKS - 1)
         y = _results(es[chunk], factor, cols == first, temperature, GREEDY)
         tl.store(y_ptr + rows * stride_ym + cols, narrow(y, y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def statistics_kernel(
-    x_ptr,
-    temperature_ptr,
-    maxima_ptr,
-    sums_ptr,
-    firsts_ptr,
-    N,
-    num_chunks,
-    stride_xm,
-    stride_tm,
-    temperature,
-    CHUNK: tl.constexpr,
-    CHUNKS_A_PROGRAM: tl.constexpr,
-    GREEDY: tl.constexpr,
-    PTX: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Of each chunk of CHUNK columns the maximum, the sum and the maximum's first column, each [rows, num_chunks]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    programs_a_row = tl.cdiv(num_chunks, CHUNKS_A_PROGRAM)
-    row = tl.program_id(0).to(tl.int64) // programs_a_row
-    first_chunk = (tl.program_id(0) % programs_a_row) * CHUNKS_A_PROGRAM
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + row * stride_tm)
-    scale = _row_scale(temperature, GREEDY)
-    lanes = tl.arange(0, CHUNK)
-    start = first_chunk.to(tl.int64) * CHUNK
-    x_ptr += row * stride_xm + start
-    xs = ()
-    for i in tl.static_range(CHUNKS_A_PROGRAM):
-        xs = xs + (tl.load(x_ptr + i * CHUNK + lanes, mask=i * CHUNK + lanes < N - start, other=float("-inf")),)
-    for i in tl.static_range(CHUNKS_A_PROGRAM):
-        x = widen(xs[i], PTX and x_ptr.dtype.element_ty != tl.float32)
-        largest = tl.max(x, axis=0)
-        total = tl.sum(terms(x, largest, scale, PTX), axis=0)
-        at = row * num_chunks + first_chunk + i
-        inside = first_chunk + i < num_chunks
-        tl.store(maxima_ptr + at, largest, mask=inside)
-        tl.store(sums_ptr + at, total, mask=inside)
-        if GREEDY:
-            tl.store(firsts_ptr + at, start + i * CHUNK + first_lane(x, largest, lanes), mask=inside)
 
 
 @triton.jit
@@ -208,7 +157,7 @@ def finish_kernel(
         gdc_launch_dependents()
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row * stride_tm)
-    scale = _row_scale(temperature, GREEDY)
+    scale = row_scale(temperature, GREEDY)
     xs = ()
     for i in tl.static_range(CHUNKS_A_PROGRAM):
         xs = xs + (tl.load(x_ptr + i * CHUNK + lanes, mask=i * CHUNK + lanes < N - start, other=float("-inf")),)
@@ -223,7 +172,7 @@ def finish_kernel(
             at = tl.load(firsts_ptr + row * num_chunks + parts, mask=holds, other=NO_COLUMN)
             firsts = tl.minimum(firsts, at)
         first = tl.min(firsts, axis=0)
-    factor = 1.0 / total
+    factor = tl.where(tl.abs(largest) == float("inf"), float("nan"), 1.0 / total)
     for i in tl.static_range(CHUNKS_A_PROGRAM):
         x = widen(xs[i], PTX and x_ptr.dtype.element_ty != tl.float32)
         e = terms(x, largest, scale, PTX)
@@ -249,8 +198,9 @@ def specialize(desc: Desc, features: Features, config: Config | None = None) -> 
         multiples += (4,)
     rows = rows_per_program(desc.num_rows, desc.dtype.itemsize, config)
     even = desc.vocab_size == block * chunks
-    constants = (block, chunks, rows, even, desc.greedy, features.ptx, features.pdl)
-    return softmax_kernel, Specialization(types, constants, multiples, num_warps, features.pdl)
+    pdl = features.pdl and desc.num_rows < MANY_PROGRAMS * rows
+    constants = (block, chunks, rows, even, desc.greedy, features.ptx, pdl)
+    return softmax_kernel, Specialization(types, constants, multiples, num_warps, pdl)
 
 
 def _temperatures(desc: Desc) -> str:
@@ -262,24 +212,22 @@ def specialize_long(desc: Desc, features: Features) -> tuple[tuple[Any, Speciali
     num_chunks = -(-desc.vocab_size // CHUNK)
     taken = chunks_a_program(desc.num_rows, num_chunks)
     parts = min(MAX_PARTS, triton.next_power_of_2(num_chunks))
+    statistics = specialize_statistics(
+        desc.dtype, desc.num_rows, desc.vocab_size, desc.aligned, desc.per_row, desc.greedy, features
+    )
     firsts = pointer(torch.int64 if desc.greedy else None)
-    inputs = (pointer(desc.dtype), _temperatures(desc), "*fp32", "*fp32", firsts)
-    whole_vectors = desc.vocab_size % 16 == 0
-    statistics = Specialization(
-        (*inputs, "i64", "i32", "i64", "i64", "fp32"),
-        (CHUNK, taken, desc.greedy, features.ptx, features.pdl),
-        ((0, 7) if desc.aligned else ()) + ((5,) if whole_vectors else ()),
-        NUM_WARPS,
-        features.pdl,
-    )
+    pdl = features.pdl and few_programs(desc.num_rows, num_chunks)
     finish = Specialization(
-        (*inputs, pointer(desc.dtype), "i64", "i64", "i32", "i64", "i64", "i64", "fp32"),
-        (CHUNK, taken, parts, -(-num_chunks // parts), desc.greedy, features.ptx, features.pdl),
-        ((0, 5, 9, 11) if desc.aligned else ()) + ((7,) if whole_vectors else ()),
+        (
+            *(pointer(desc.dtype), _temperatures(desc), "*fp32", "*fp32", firsts, pointer(desc.dtype)),
+            *("i64", "i64", "i32", "i64", "i64", "i64", "fp32"),
+        ),
+        (CHUNK, taken, parts, -(-num_chunks // parts), desc.greedy, features.ptx, pdl),
+        ((0, 5, 9, 11) if desc.aligned else ()) + ((7,) if desc.vocab_size % 16 == 0 else ()),
         NUM_WARPS,
-        features.pdl,
+        pdl,
     )
-    return (statistics_kernel, statistics), (finish_kernel, finish)
+    return statistics, (finish_kernel, finish)
 
 
 def prepare(desc: Desc) -> Callable[..., None]:
