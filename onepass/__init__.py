@@ -16,6 +16,7 @@ from onepass.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from onepass.ops.add_relu.op import add_relu
+    from onepass.ops.apply_rope.op import apply_rope
     from onepass.ops.gated_activation.op import (
         geglu,
         gelu_and_mul,
@@ -25,13 +26,17 @@ if TYPE_CHECKING:
         swiglu,
     )
     from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
+    from onepass.ops.logsumexp.op import logsumexp
+    from onepass.ops.qk_norm_rope.op import qk_norm_rope
     from onepass.ops.rms_norm.op import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
+    from onepass.ops.rms_norm_rope.op import rms_norm_rope
     from onepass.ops.sample.op import sample
     from onepass.ops.softmax.op import softmax
     from onepass.warming import warmup
 
 __all__ = [
     "add_relu",
+    "apply_rope",
     "backend",
     "explain",
     "fused_add_rms_norm",
@@ -41,8 +46,11 @@ __all__ = [
     "gelu_tanh_and_mul",
     "layer_norm",
     "layer_norm_silu",
+    "logsumexp",
+    "qk_norm_rope",
     "relu_and_mul",
     "rms_norm",
+    "rms_norm_rope",
     "sample",
     "silu_and_mul",
     "softmax",
@@ -52,6 +60,7 @@ __all__ = [
 
 _LAZY = {
     "add_relu": "onepass.ops.add_relu.op",
+    "apply_rope": "onepass.ops.apply_rope.op",
     "fused_add_rms_norm": "onepass.ops.rms_norm.op",
     "fused_add_rms_norm_": "onepass.ops.rms_norm.op",
     "geglu": "onepass.ops.gated_activation.op",
@@ -59,8 +68,11 @@ _LAZY = {
     "gelu_tanh_and_mul": "onepass.ops.gated_activation.op",
     "layer_norm": "onepass.ops.layer_norm.op",
     "layer_norm_silu": "onepass.ops.layer_norm.op",
+    "logsumexp": "onepass.ops.logsumexp.op",
+    "qk_norm_rope": "onepass.ops.qk_norm_rope.op",
     "relu_and_mul": "onepass.ops.gated_activation.op",
     "rms_norm": "onepass.ops.rms_norm.op",
+    "rms_norm_rope": "onepass.ops.rms_norm_rope.op",
     "sample": "onepass.ops.sample.op",
     "silu_and_mul": "onepass.ops.gated_activation.op",
     "softmax": "onepass.ops.softmax.op",

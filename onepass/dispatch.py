@@ -29,7 +29,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     "rms_norm": ("triton", "cpu", "reference"),
     "gated_activation": ("triton", "cpu", "reference"),
     "softmax": ("cuda", "triton", "cpu", "reference"),
+    "logsumexp": ("triton", "cpu", "reference"),
     "sample": ("triton", "cpu", "reference"),
+    "apply_rope": ("triton", "cpu", "reference"),
+    "rms_norm_rope": ("triton", "cpu", "reference"),
+    "qk_norm_rope": ("triton", "cpu", "reference"),
 }
 
 FORMS: dict[str, str] = {

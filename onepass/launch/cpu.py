@@ -30,7 +30,13 @@ _config: Any = _numba_config
 # An output of at least this many bytes goes past the caches: it would not stay in them anyway.
 _STREAMING_BYTES = 32 << 20
 
-_STORAGE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_STORAGE = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
 
 
 def pointer(dtype: torch.dtype | None, absent: str = "zeros") -> Pointer:
@@ -48,10 +54,11 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
-        sources = (inspect.getfile(function), __file__, cpu_math.__file__, cpu_memory.__file__, cpu_vector.__file__)
-        sources += tuple(sorted(_files_of_inlined(function) - set(sources)))
-        name = f"{Path(sources[0]).parent.name}.{function.__name__}"
-        dispatcher._cache = cpu_cache.KernelCache(name, sources)
+        file = inspect.getfile(function)
+        sources = {file, __file__, cpu_math.__file__, cpu_memory.__file__, cpu_vector.__file__}
+        sources |= _files_of_inlined(function)
+        name = f"{Path(file).parent.name}.{function.__name__}"
+        dispatcher._cache = cpu_cache.KernelCache(name, tuple(sorted(sources)))
         self._dispatcher = dispatcher
 
     def compiled(self, *parameters: Any) -> Callable[..., None]:
@@ -76,7 +83,8 @@ class Kernel:
 def _files_of_inlined(function: Callable[..., None]) -> set[str]:
     """The files of the compiled functions that a kernel names, such as one that ops share."""
     named = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return {inspect.getfile(f.py_func) for f in named if hasattr(f, "py_func")}
+    inlined = (getattr(value, "py_func", None) for value in named)
+    return {inspect.getfile(f) for f in inlined if f is not None}
 
 
 def kernel(function: Callable[..., None]) -> Kernel:

@@ -34,7 +34,7 @@ def inverse_of(temperature: float) -> float:
 def statistics(row: Any, accuracy: Any, n: int, inverse: float) -> tuple[float, float]:
     """The maximum of row, and the sum of exp((x - maximum) * inverse), as accurate as what `accuracy` points to.
 
-    Where all is -inf the sum is 0. NaN and +inf make it NaN.
+    Where the maximum is infinite the sum is about 0: it is 0 or infinite. NaN makes it NaN.
     """
     largest, total = -math.inf, 0.0
     scale = splat(inverse)
@@ -52,7 +52,7 @@ def statistics(row: Any, accuracy: Any, n: int, inverse: float) -> tuple[float, 
         if block_largest > largest:
             total *= math.exp((largest - block_largest) * inverse)
             largest = block_largest
-        centre = splat(0.0 if largest == -math.inf else largest)
+        centre = splat(0.0 if math.isinf(largest) else largest)
         s0 = s1 = s2 = s3 = splat(0.0)
         for i in range(first, pairs, 32):
             a, b = load_pair(row, i, row)

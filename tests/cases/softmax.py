@@ -131,16 +131,17 @@ def _cases() -> Iterator[Case]:
 
     for dtype in (BF16, FP16, FP32):
         name = NAMES[dtype]
-        for n in (111, 4096, 20000):
-            yield Case(f"plain-{n}-{name}", plain((17, n) if n < 20000 else (3, n), dtype))
+        for n in (111, 4096, 16400):
+            yield Case(f"plain-{n}-{name}", plain((17, n) if n < 16400 else (3, n), dtype))
         yield Case(f"S1-S2-{name}", _special(576, dtype))
-        yield Case(f"S1-S2-long-{name}", _special(20000, dtype))
         yield Case(f"S5-{name}", _tempered(576, dtype))
+    yield Case("S1-S2-long", _special(16400, BF16))
+    yield Case("S1-S2-long-fp32", _special(20000, FP32))
     for n in (1, 3, 17, 2047, 2049):
         yield Case(f"N2-{n}", plain((n, n) if n < 20 else (2, n), BF16))
     yield Case("vector", plain((129,), FP32))
     yield Case("N6-769-fp16", plain((7, 769), FP16))
-    for n in (16385, 32769, 65537, 102400):
+    for n in (16385, 32769, 65537):
         yield Case(f"N3-{n}", plain((2, n), BF16))
     for n, dtype in ((49152, BF16), (128256, FP32), (151936, BF16)):
         yield Case(f"S6-{n}-{NAMES[dtype]}", plain((2, n), dtype))
@@ -154,9 +155,9 @@ def _cases() -> Iterator[Case]:
     yield Case("temperature-tiny", plain((7, 576), FP32, temperature=1e-40))
     yield Case("temperature-huge", plain((7, 577), FP32, temperature=3e38))
     yield Case("S1-S2-cold", _special(577, BF16, 0.0))
-    yield Case("S1-S2-cold-long", _special(20000, FP32, 0.0))
+    yield Case("S1-S2-cold-long", _special(16400, FP32, 0.0))
     yield Case("S5-3d", _tempered_3d)
-    yield Case("S5-long", _tempered(20000, BF16))
+    yield Case("S5-long", _tempered(16400, BF16, 8))
     yield Case("S5-one-row", lambda d: {"logits": normal(d, 17), "temperature": torch.tensor(0.0, device=d)})
     yield Case("S5-temperatures-of-a-view", _strided_temperatures)
     for n in (111, 4099, 20000):

@@ -76,14 +76,14 @@ def softmax_kernel(
             cold = t == 0.0
             inverse = inverse_of(1.0 if cold else t)
             largest, total = statistics(row_in, out, n, inverse)
+            bad = math.isinf(largest) or math.isnan(total)
             if cold:
-                bad = largest == -math.inf or math.isnan(total)
                 first = 0 if bad else _first_of(row_in, n, largest)
                 _fill(row_out, n, math.nan if bad else 0.0, streaming)
                 if not bad:
                     store_first(row_out, first, splat(1.0), 1)
                 continue
-            centre, scale, factor = splat(largest), splat(inverse), splat(1.0 / total)
+            centre, scale, factor = splat(largest), splat(inverse), splat(math.nan if bad else 1.0 / total)
             for i in range(0, pairs, 32):
                 a, b = load_pair(row_in, i, logits)
                 a, b = exp_minus_for(out, (centre - a) * scale), exp_minus_for(out, (centre - b) * scale)
