@@ -27,14 +27,16 @@ class Provider:
     """One way to compute an op. `build(spec)` gives the function, called with the op's inputs by name.
 
     `one_pass` says that it moves the least bytes by the model (`spec.bytes_moved`, else `spec.unfused_bytes`).
-    `launches` is the model's count of kernels a call, where the model says it; `warm_heap` has it timed in the
-    process of `warm_heap.py`. `build` raises ProviderUnavailableError with what is missing.
+    `in_place` says that it overwrites its inputs, so that it needs some of its own. `launches` is the model's count of
+    kernels a call, where the model says it; `warm_heap` has it timed in the process of `warm_heap.py`. `build` raises
+    ProviderUnavailableError with what is missing.
     """
 
     name: str
     build: Callable[[OpSpec], Function]
     one_pass: bool = True
     takes_out: bool = False
+    in_place: bool = False
     warm_heap: bool = False
     launches: Callable[[OpSpec], int | None] = lambda spec: None
 

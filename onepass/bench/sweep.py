@@ -125,7 +125,8 @@ class _Comparison:
 
     def _check(self, provider: Provider, function: Function) -> Verdict:
         verdict: Verdict | None = None
-        for truth, inputs, out in zip(self._truths, self._inputs, self._outs, strict=False):
+        for truth, given, out in zip(self._truths, self._inputs, self._outs, strict=False):
+            (inputs,) = _own([given], provider)
             if provider.takes_out:
                 for tensor in _tensors(out):
                     tensor.fill_(math.nan)  # what is not written shows
@@ -143,7 +144,9 @@ class _Comparison:
             dtype = str(case.dtype).removeprefix("torch.")
             return self._heap.timer(case.spec.op, case.shape, dtype, len(self._inputs))
         outs = self._outs if provider.takes_out else [{} for _ in self._outs]
-        return make_timer(case.device, [bind(function, i, o) for i, o in zip(self._inputs, outs, strict=True)])
+        return make_timer(
+            case.device, [bind(function, i, o) for i, o in zip(_own(self._inputs, provider), outs, strict=True)]
+        )
 
     def _copy_timers(self) -> list[Timer]:
         """Copies that move as many bytes as the op must: half of them read, half of them written."""
@@ -167,7 +170,8 @@ class _Comparison:
             from onepass.bench.measure_gpu import graph_nodes
 
             out = self._outs[0] if provider.takes_out else {}
-            counted = graph_nodes(bind(self._functions[provider.name], self._inputs[0], out))
+            (inputs,) = _own(self._inputs[:1], provider)
+            counted = graph_nodes(bind(self._functions[provider.name], inputs, out))
             if counted is not None:
                 return replace(row, launches=counted, launches_from="CUDA graph nodes")
         modelled = provider.launches(self._case.spec)
@@ -187,11 +191,16 @@ def make_sets(
 
 def _rotated(sets: Sequence[Inputs], count: int) -> list[Inputs]:
     """At least `count` sets: those given, then copies of them in memory of their own."""
-    copies = [
-        {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in sets[i % len(sets)].items()}
-        for i in range(len(sets), count)
-    ]
-    return [*sets, *copies]
+    return [*sets, *(_clone(sets[i % len(sets)]) for i in range(len(sets), count))]
+
+
+def _own(sets: list[Inputs], provider: Provider) -> list[Inputs]:
+    """The sets, or copies of them where the provider overwrites its inputs."""
+    return [_clone(inputs) for inputs in sets] if provider.in_place else sets
+
+
+def _clone(inputs: Inputs) -> Inputs:
+    return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
 
 
 def bind(function: Function, inputs: Inputs, out: Inputs) -> Call:
