@@ -1,7 +1,7 @@
 """sample in Triton: one program a row, which reads the row from the L2 again and again.
 
-Limits are found by bisection of the codes (`fixed_point.py`), two bits a pass over the row: how many tokens, or how much
-weight, lie below each of three thresholds. It runs everywhere; `kernel_cuda.cu` keeps the row on chip.
+Limits are found by bisection of the codes (`fixed_point.py`), two bits a pass over the row: how many tokens, or how
+much weight, lie below each of three thresholds. It runs everywhere; `kernel_cuda.cu` keeps the row on chip.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onepass.launch.triton import TYPE_NAMES, Features, Specialization, features, load, pointer, unsupported_device
+from onepass.launch.triton import Features, Specialization, features, load, pointer, unsupported_device
 from onepass.ops.sample import fixed_point
 from onepass.ops.triton_math import widen
 
@@ -235,16 +234,16 @@ def sample_kernel(
         found, below = _find(x_ptr, vocab_size, largest, scale, dropped, top_k, limit, ties, False, BLOCK)
         limit = found
         ties = top_k - below
-    if (top_p < 1.0) | (top_p != top_p):
-        if (temperature != 0.0) & (top_k != 1):
-            total = _kept_weight(x_ptr, vocab_size, largest, scale, limit, 0, dropped, BLOCK)
-            total += ties * _weight(limit, dropped)
-            target = _times_fraction(total, top_p, 1073741824.0)
-            found, below = _find(x_ptr, vocab_size, largest, scale, dropped, target, limit, ties, True, BLOCK)
-            weight = tl.maximum(_weight(found, dropped), 1)
-            wanted = tl.maximum((target - below + weight - 1) // weight, 1)
-            ties = tl.where(found == limit, tl.minimum(wanted, ties), wanted)
-            limit = found
+    in_nucleus = (top_p < 1.0) | (top_p != top_p)
+    if in_nucleus & (temperature != 0.0) & (top_k != 1):
+        total = _kept_weight(x_ptr, vocab_size, largest, scale, limit, 0, dropped, BLOCK)
+        total += ties * _weight(limit, dropped)
+        target = _times_fraction(total, top_p, 1073741824.0)
+        found, below = _find(x_ptr, vocab_size, largest, scale, dropped, target, limit, ties, True, BLOCK)
+        weight = tl.maximum(_weight(found, dropped), 1)
+        wanted = tl.maximum((target - below + weight - 1) // weight, 1)
+        ties = tl.where(found == limit, tl.minimum(wanted, ties), wanted)
+        limit = found
 
     one = tl.full([], 1099511627776, tl.int64) >> dropped
     smallest = _times_fraction(one, min_p, 1073741824.0)

@@ -1,4 +1,4 @@
-"""Sampling in plain torch ops, in float64: sort, cumulative sum, inverse distribution function. The meaning of the op."""
+"""Sampling in plain torch ops, in float64: sort, cumulative sum, inverse distribution function."""
 
 from __future__ import annotations
 
