@@ -34,6 +34,7 @@ _STORAGE = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
+    torch.float8_e4m3fn: "float8_e4m3",
     torch.int32: "int32",
     torch.int64: "int64",
 }
@@ -97,8 +98,8 @@ def missing_features(*dtypes: torch.dtype | None) -> tuple[str, ...]:
     reasons = []
     if _config.DISABLE_JIT:
         reasons.append("Numba's compiler is turned off by NUMBA_DISABLE_JIT")
-    if torch.float16 in dtypes and not _converts_float16():
-        reasons.append("this CPU has no instructions for float16 (F16C)")
+    if (torch.float16 in dtypes or torch.float8_e4m3fn in dtypes) and not _converts_float16():
+        reasons.append("this CPU has no instructions for float16 (F16C), through which float8 is read too")
     return tuple(reasons)
 
 

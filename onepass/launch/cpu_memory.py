@@ -16,6 +16,7 @@ from numba.extending import NativeValue, models, register_model, unbox
 from onepass.launch.cpu_vector import (
     F16,
     F32,
+    I8,
     I16,
     I32,
     I64,
@@ -29,7 +30,13 @@ from onepass.launch.cpu_vector import (
 )
 
 # How a lane lies in memory, its size in bytes, and the name LLVM's intrinsics give a vector of it.
-_STORAGE = {"float32": (F32, 4, "v16f32"), "bfloat16": (I16, 2, "v16i16"), "float16": (F16, 2, "v16f16")}
+_STORAGE = {
+    "float32": (F32, 4, "v16f32"),
+    "bfloat16": (I16, 2, "v16i16"),
+    "float16": (F16, 2, "v16f16"),
+    "float8_e4m3": (I8, 1, "v16i8"),
+}
+_INDEX_STORAGE = {"int32": I32, "int64": I64}
 # x + (-0.0) is x whatever x is, so that LLVM drops the addition of an absent bias or residual.
 _CONSTANT_STORAGE = {"ones": 1.0, "zeros": -0.0}
 
@@ -63,7 +70,41 @@ def _decode(builder: ir.IRBuilder, storage: str, raw: ir.Value) -> ir.Value:
     if storage == "bfloat16":
         bits = builder.shl(builder.zext(raw, lanes_of(I32)), constant(I32, 16))
         return builder.bitcast(bits, lanes_of(F32))
+    if storage == "float8_e4m3":
+        return _decode_float8(builder, raw)
     return builder.fpext(raw, lanes_of(F32)) if storage == "float16" else raw
+
+
+def _decode_float8(builder: ir.IRBuilder, raw: ir.Value) -> ir.Value:
+    """Exact. The bits of a float16 with 4 of its 5 bits of exponent are the value over 2^8, subnormal ones included."""
+    bits = builder.zext(raw, lanes_of(I16))
+    sign = builder.shl(builder.and_(bits, constant(I16, 0x80)), constant(I16, 8))
+    magnitude = builder.and_(bits, constant(I16, 0x7F))
+    half = builder.bitcast(builder.or_(sign, builder.shl(magnitude, constant(I16, 7))), lanes_of(F16))
+    value = builder.fmul(builder.fpext(half, lanes_of(F32)), constant(F32, 256.0))
+    nan = builder.icmp_unsigned("==", magnitude, constant(I16, 0x7F))
+    return builder.select(nan, constant(F32, float("nan")), value)
+
+
+def _encode_float8(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """To nearest, ties to even; values past the range become the largest, 448."""
+    bits = builder.bitcast(value, lanes_of(I32))
+    magnitude = builder.and_(bits, constant(I32, 0x7FFFFFFF))
+    largest = constant(I32, 0x43E00000)
+    capped = builder.select(builder.icmp_unsigned(">", magnitude, largest), largest, magnitude)
+    # Normal numbers keep 3 bits after the point, and their exponent is counted from 2^-7, not 2^-127.
+    odd = builder.and_(builder.lshr(capped, constant(I32, 20)), constant(I32, 1))
+    rounded = builder.lshr(builder.add(builder.add(capped, constant(I32, 0x7FFFF)), odd), constant(I32, 20))
+    normal = builder.sub(rounded, constant(I32, 120 << 3))
+    # Below 2^-6 the values are multiples of 2^-9, the unit of float32 at 2^14: the addition rounds to it.
+    shifted = builder.fadd(builder.bitcast(capped, lanes_of(F32)), constant(F32, 2.0**14))
+    small = builder.sub(builder.bitcast(shifted, lanes_of(I32)), constant(I32, 0x46800000))
+    is_small = builder.icmp_unsigned("<", capped, constant(I32, 0x3C800000))
+    code = builder.select(is_small, small, normal)
+    nan = builder.icmp_unsigned(">", magnitude, constant(I32, 0x7F800000))
+    code = builder.select(nan, constant(I32, 0x7F), code)
+    sign = builder.and_(builder.lshr(bits, constant(I32, 24)), constant(I32, 0x80))
+    return builder.trunc(builder.or_(code, sign), lanes_of(I8))
 
 
 def _round_to_high_half(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -82,6 +123,8 @@ def _encode(builder: ir.IRBuilder, storage: str, value: ir.Value) -> ir.Value:
     if storage == "bfloat16":
         high = builder.lshr(_round_to_high_half(builder, value), constant(I32, 16))
         return builder.trunc(high, lanes_of(I16))
+    if storage == "float8_e4m3":
+        return _encode_float8(builder, value)
     return builder.fptrunc(value, lanes_of(F16)) if storage == "float16" else value
 
 
@@ -218,6 +261,19 @@ def rounded_as(typingctx: Any, base: Any, value: Any) -> Any:
         return _decode(builder, base.storage, _encode(builder, base.storage, args[1]))
 
     return vector32(base, vector32), generate
+
+
+@intrinsic
+def load_index(typingctx: Any, base: Any, index: Any) -> Any:
+    """Element `index` of integers, such as positions or targets."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        element = _INDEX_STORAGE[base.storage]
+        size = ir.Constant(I64, element.width // 8)
+        address = builder.inttoptr(builder.add(args[0], builder.mul(args[1], size)), element.as_pointer())
+        return builder.sext(builder.load(address), I64)
+
+    return types.int64(base, types.int64), generate
 
 
 @intrinsic

@@ -29,7 +29,7 @@ inline: Any = njit(forceinline=True, error_model="numpy")
 intrinsic: Any = _intrinsic
 
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 # Only contraction to a fused multiply-add is allowed: reassociation would undo the two-part constants of exp and
 # the compensation of the mean, and the flags that assume no NaN or infinity would change results.
@@ -249,3 +249,31 @@ def low_bits_to_exponent(typingctx: Any, value: Any) -> Any:
         return builder.bitcast(bits, lanes_of(F32))
 
     return vector32(vector32), generate
+
+
+def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
+    """Lanes of `a` (0 to 15) and of `b` (16 to 31)."""
+    return builder.shuffle_vector(a, b, ir.Constant(lanes_of(I32), order))
+
+
+@intrinsic
+def even_odd(typingctx: Any, first: Any, last: Any) -> Any:
+    """The lanes with even and those with odd index of 32 lanes, given as the first and the last 16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        parts = [_shuffle(builder, *args, list(range(start, 2 * LANES, 2))) for start in (0, 1)]
+        return context.make_tuple(builder, sig.return_type, parts)
+
+    return types.UniTuple(vector32, 2)(vector32, vector32), generate
+
+
+@intrinsic
+def interleave(typingctx: Any, even: Any, odd: Any) -> Any:
+    """The first and the last 16 of the 32 lanes that `even_odd` took apart."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        order = [lane // 2 + lane % 2 * LANES for lane in range(2 * LANES)]
+        parts = [_shuffle(builder, *args, order[:LANES]), _shuffle(builder, *args, order[LANES:])]
+        return context.make_tuple(builder, sig.return_type, parts)
+
+    return types.UniTuple(vector32, 2)(vector32, vector32), generate

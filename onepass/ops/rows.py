@@ -104,12 +104,24 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0 or _same_elements(a, b):
         return False
     (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
-    if a_end <= b_first or b_end <= a_first:
+    if a_end <= b_first or b_end <= a_first or _side_by_side(a, b):
         return False
     try:
         return bool(np.shares_memory(_byte_view(a), _byte_view(b), max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both step by the same stride and share no byte of a step, as slices of one buffer's rows do."""
+    if a.ndim < 2 or b.ndim < 2:
+        return False
+    step = a.stride(0) * a.element_size()
+    if step == 0 or step != b.stride(0) * b.element_size():
+        return False
+    (a_first, a_end), (b_first, b_end) = _extent(a[0]), _extent(b[0])
+    distance = (b_first - a_first) % step
+    return a_end - a_first <= distance and distance + b_end - b_first <= step
 
 
 def _overlaps_itself(t: torch.Tensor) -> bool:
@@ -120,6 +132,47 @@ def _overlaps_itself(t: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def check_outputs(op: str, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor | None) -> None:
+    """`check_output` for each of the outputs, which must also lie apart from each other.
+
+    Raises:
+        ArgumentValueError: as `check_output`, or two outputs share memory.
+    """
+    if _clearly_apart(tuple(outputs.values()), tuple(inputs.values())):
+        return
+    names = list(outputs)
+    for i, (name, out) in enumerate(outputs.items()):
+        check_output(op, name, out, **inputs)
+        for other in names[:i]:
+            if out.numel() and (out.data_ptr() == outputs[other].data_ptr() or overlaps(out, outputs[other])):
+                raise ArgumentValueError(op, name, f"memory apart from '{other}'", f"an overlap with '{other}'")
+
+
+def _clearly_apart(outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether contiguous extents show at once that outputs are apart from each other, and from each input or it."""
+    taken: list[tuple[int, int, torch.Tensor]] = []
+    for out in outputs:
+        if not out.is_contiguous():
+            return False
+        first = out.data_ptr()
+        end = first + out.nbytes
+        for other_first, other_end, _ in taken:
+            if first < other_end and other_first < end:
+                return False
+        taken.append((first, end, out))
+    for value in inputs:
+        if value is None:
+            continue
+        if not value.is_contiguous():
+            return False
+        first = value.data_ptr()
+        end = first + value.nbytes
+        for other_first, other_end, out in taken:
+            if first < other_end and other_first < end and value is not out and not _same_elements(value, out):
+                return False
+    return True
 
 
 def check_output(op: str, argument: str, out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
