@@ -27,9 +27,9 @@ from onepass.ops.rows import (
     as_out_rows,
     as_rows,
     check_output,
+    check_outputs,
     contiguous_like,
     copy_notes,
-    overlaps,
     row_stride,
     strides_aligned_16,
 )
@@ -337,11 +337,8 @@ def _kernel_residual_out(
     residual_out: Tensor,
 ) -> None:
     plan = _plans.find((eps, activation), (x, residual, weight, bias, out, residual_out))
-    inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    check_output("layer_norm", "out", out, **inputs)
-    check_output("layer_norm", "residual_out", residual_out, **inputs)
-    if out.numel() and (out.data_ptr() == residual_out.data_ptr() or overlaps(out, residual_out)):
-        raise ArgumentValueError("layer_norm", "residual_out", "memory apart from 'out'", "an overlap with 'out'")
+    outputs = {"out": out, "residual_out": residual_out}
+    check_outputs("layer_norm", outputs, x=x, residual=residual, weight=weight, bias=bias)
     plan(x, residual, weight, bias, out, residual_out)
 
 

@@ -27,9 +27,9 @@ from onepass.ops.rows import (
     as_out_rows,
     as_rows,
     check_output,
+    check_outputs,
     contiguous_like,
     copy_notes,
-    overlaps,
     row_stride,
     strides_aligned_16,
 )
@@ -413,10 +413,8 @@ def _kernel_residual_out(
     residual_out: Tensor,
 ) -> None:
     plan = _plans.find((eps, activation, weight_offset, casting), (x, residual, weight, out, residual_out))
-    check_output("rms_norm", "out", out, x=x, residual=residual, weight=weight)
-    check_output("rms_norm", "residual_out", residual_out, x=x, residual=residual, weight=weight)
-    if out.numel() and (out.data_ptr() == residual_out.data_ptr() or overlaps(out, residual_out)):
-        raise ArgumentValueError("rms_norm", "residual_out", "memory apart from 'out'", "an overlap with 'out'")
+    outputs = {"out": out, "residual_out": residual_out}
+    check_outputs("rms_norm", outputs, x=x, residual=residual, weight=weight)
     plan(x, residual, weight, out, residual_out)
 
 
