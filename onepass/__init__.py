@@ -17,6 +17,7 @@ from onepass.version import VERSION as __version__
 if TYPE_CHECKING:
     from onepass.ops.add_relu.op import add_relu
     from onepass.ops.apply_rope.op import apply_rope
+    from onepass.ops.cross_entropy.op import cross_entropy
     from onepass.ops.gated_activation.op import (
         geglu,
         gelu_and_mul,
@@ -38,6 +39,7 @@ __all__ = [
     "add_relu",
     "apply_rope",
     "backend",
+    "cross_entropy",
     "explain",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
@@ -61,6 +63,7 @@ __all__ = [
 _LAZY = {
     "add_relu": "onepass.ops.add_relu.op",
     "apply_rope": "onepass.ops.apply_rope.op",
+    "cross_entropy": "onepass.ops.cross_entropy.op",
     "fused_add_rms_norm": "onepass.ops.rms_norm.op",
     "fused_add_rms_norm_": "onepass.ops.rms_norm.op",
     "geglu": "onepass.ops.gated_activation.op",
