@@ -30,10 +30,10 @@ POLYNOMIAL = (
 WEIGHT_BITS = 40
 LIMIT_BITS = 30
 """top_p and min_p are multiples of 2^-30."""
-MAX_LOG2_VOCAB = 23
-"""Up to so many tokens (2^23) sums of weights stay below 2^63; above, each doubling drops a bit of the weights."""
+MAX_LOG2_VOCAB = 22
+"""Up to 2^22 tokens sums of weights stay below 2^63; above, each doubling drops a bit of the weights."""
 
 
 def dropped_bits(vocab_size: int) -> int:
     """How many low bits of the weights are dropped, so that their sum fits into 63 bits."""
-    return max(0, (vocab_size - 1).bit_length() - MAX_LOG2_VOCAB + 1)
+    return max(0, (vocab_size - 1).bit_length() - MAX_LOG2_VOCAB)
