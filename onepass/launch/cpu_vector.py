@@ -195,6 +195,16 @@ def max_lanes(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
+def lane(typingctx: Any, value: Any, index: Any) -> Any:
+    """One of float32 lanes, as a number."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.fpext(builder.extract_element(args[0], builder.trunc(args[1], I32)), F64)
+
+    return types.float64(vector32, types.int64), generate
+
+
+@intrinsic
 def multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a · b + c, rounded once where the machine can."""
 
@@ -251,9 +261,9 @@ def low_bits_to_exponent(typingctx: Any, value: Any) -> Any:
     return vector32(vector32), generate
 
 
-def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
-    """Lanes of `a` (0 to 15) and of `b` (16 to 31)."""
-    return builder.shuffle_vector(a, b, ir.Constant(lanes_of(I32), order))
+def _shuffle(builder: ir.IRBuilder, pair: Any, order: list[int]) -> ir.Value:
+    """Lanes of the first (0 to 15) and of the second (16 to 31)."""
+    return builder.shuffle_vector(*pair, ir.Constant(lanes_of(I32), order))
 
 
 @intrinsic
@@ -261,7 +271,7 @@ def even_odd(typingctx: Any, first: Any, last: Any) -> Any:
     """The lanes with even and those with odd index of 32 lanes, given as the first and the last 16."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        parts = [_shuffle(builder, *args, list(range(start, 2 * LANES, 2))) for start in (0, 1)]
+        parts = [_shuffle(builder, args, list(range(start, 2 * LANES, 2))) for start in (0, 1)]
         return context.make_tuple(builder, sig.return_type, parts)
 
     return types.UniTuple(vector32, 2)(vector32, vector32), generate
@@ -273,7 +283,7 @@ def interleave(typingctx: Any, even: Any, odd: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         order = [lane // 2 + lane % 2 * LANES for lane in range(2 * LANES)]
-        parts = [_shuffle(builder, *args, order[:LANES]), _shuffle(builder, *args, order[LANES:])]
+        parts = [_shuffle(builder, args, order[:LANES]), _shuffle(builder, args, order[LANES:])]
         return context.make_tuple(builder, sig.return_type, parts)
 
     return types.UniTuple(vector32, 2)(vector32, vector32), generate

@@ -1,6 +1,6 @@
 """What the ops with RoPE share around their kernels: the Desc, the strides, the checks of a table and of positions.
 
-One family of kernels serves all of them: heads of q and of k, each with a norm before or without, and heads of v that are
+One family of kernels serves all of them: heads of q and of k, with a norm before or without, and heads of v that are
 only copied.
 """
 
@@ -94,14 +94,15 @@ def plan_call(
         else:
             distances += _stride(t, 0), _stride(t, 1)
     row = cos_sin_cache.shape[1] if needs_copy(cos_sin_cache) else _stride(cos_sin_cache, 0)
-    strides = Strides(*distances, row, _stride(positions, 0))
+    strides = Strides._make((*distances, row, _stride(positions, 0)))
     elements = 0
     for distance in distances:
         elements |= distance
     desc = Desc(
         q.device,
         q.dtype,
-        *(None if weight is None else weight.dtype for weight in weights),
+        None if weights[0] is None else weights[0].dtype,
+        None if weights[1] is None else weights[1].dtype,
         positions.dtype,
         q.shape[0],
         q.shape[1],
@@ -136,10 +137,10 @@ def dense_output(t: Tensor) -> Tensor:
     return contiguous_like(t) if needs_copy(t) else t
 
 
-def copy_back(outputs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+def copy_back(outputs: Sequence[Tensor | None], rows: Sequence[Tensor | None]) -> None:
     """What was computed in the memory of `dense_output`."""
     for target, computed in zip(outputs, rows, strict=True):
-        if computed is not target:
+        if target is not None and computed is not None and computed is not target:
             target.copy_(computed)
 
 
@@ -211,9 +212,7 @@ def check_positions(op: str, cos_sin_cache: Tensor, positions: Tensor) -> None:
         raise ArgumentValueError(op, "positions", f"positions from 0 to {max_position - 1}", got)
 
 
-def check_outputs(
-    op: str, outputs: dict[str, Tensor], sources: dict[str, Tensor], others: dict[str, Tensor | None]
-) -> None:
+def check_outputs(op: str, outputs: dict[str, Tensor], sources: dict[str, Tensor], others: dict[str, Tensor]) -> None:
     """Where outputs may lie: exactly on their own source (the input of the same place), apart from everything else.
 
     `sources` has the input of each output, in the same order.

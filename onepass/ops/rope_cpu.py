@@ -46,8 +46,8 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return cpu.missing_features(desc.dtype, desc.q_weight_dtype, desc.k_weight_dtype)
 
 
-# What a kernel is compiled with depends on its pointers' storage and on its layout. Each choice is an overload: it returns one
-# of the functions above it, which has its own signature.
+# What a kernel is compiled from depends on its pointers' storage and on its layout. Each choice is an overload: it
+# returns one of two functions, which have its own signature.
 
 
 def _root_of_squares(weight: Any, x: Any, head_dim: Any, eps: Any) -> Any:

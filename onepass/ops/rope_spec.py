@@ -61,7 +61,7 @@ def unfused_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
 
 
 def unfused_rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
-    """As Qwen3 (weight_offset 0) and Gemma 3 (1) have it in transformers: in float32, rounded before the weight or after."""
+    """As transformers has it: in float32, rounded before the weight (Qwen3) or with it (Gemma 3: weight_offset 1)."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight_offset == 0.0:

@@ -1,10 +1,10 @@
 """RoPE in Triton, with the RMSNorm of each head before it or without: a program takes some heads of some tokens.
 
-Bytes: q and k once in, once out; cosines and sines once a program, from the L2. Flops: 3 an element, 7 with the norm; about
-6 instructions an element, 9 with the norm, a third of what an H200 issues while its memory delivers the bytes.
+Bytes: q and k once in, once out; cosines and sines once a program, from the L2. Flops: 3 an element, 7 with the norm.
+Instructions: 6 an element, 11 with the norm; an H200 issues about 30 while its memory delivers an element's bytes.
 
-A thread holds 16 bytes of a head's first half and the 16 bytes of its second half that they are paired with, so no element
-changes threads, and the cosines it loads serve all heads of a token. Interleaved pairs lie in one thread anyway.
+A thread holds 16 bytes of a head's first half and the 16 bytes of its second half that they are paired with, so no
+element changes threads, and the cosines it loads serve all heads of a token. Interleaved pairs lie in one anyway.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _turn(first, second, cos, sin):
 def _load_weight(
     q_ptr, k_ptr, step, at, mask, Q_STEPS: tl.constexpr, K_STEPS: tl.constexpr, V_STEPS: tl.constexpr, PTX: tl.constexpr
 ):
-    """The norm's weight of a step's heads: as it is in memory, or in float32 where q's and k's have different dtypes."""
+    """The norm's weight of a step's heads: as it is in memory, or in float32 where q's and k's dtypes differ."""
     if k_ptr is None:
         w = tl.load(q_ptr + at, mask=mask, other=0.0)
     elif q_ptr.dtype == k_ptr.dtype:
@@ -116,8 +116,8 @@ def rope_kernel(
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """STEPS times HEADS heads, all of q, k or v, of TOKENS tokens a program. BLOCK lanes for a head's pairs (interleaved:
-    for their elements), and REST_BLOCKS times as many for the elements behind them."""
+    """STEPS times HEADS heads, all of q, k or v, of TOKENS tokens a program. BLOCK lanes for a head's pairs
+    (interleaved: for their elements), and REST_BLOCKS times as many for the elements behind them."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -158,8 +158,8 @@ def rope_kernel(
             start = _block_start(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM)
             width = _block_width(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM, HEAD_DIM)
             xs = xs + (tl.load(at + start + lanes, mask=mask & (lanes < width), other=0.0),)
-    # Cosines and weights are loaded for each head, so that they arrive in the layout of x; a thread still loads those of
-    # its columns once.
+    # Cosines and weights are loaded for each head, so that they arrive in the layout of x; a thread still loads those
+    # of its columns once.
     if INTERLEAVED:
         pairs = tl.arange(0, BLOCK // 2)[None, :]
     else:

@@ -47,20 +47,20 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of q and k (Su et al., 2021) in one kernel, in float32 and rounded once.
 
-    With r = rotary_dim / 2 and angles' cosines c and sines s, each of r: the halves a = x[..., :r] and
-    b = x[..., r : 2 * r] of a head become a * c - b * s and b * c + a * s, as in Llama and GPT-NeoX. Interleaved, a and b
-    are its elements with even and with odd index, as in GPT-J. Elements from rotary_dim on stay.
+    With r = rotary_dim / 2 and r cosines c and sines s: the halves a = x[..., :r] and b = x[..., r : 2 * r] of a head
+    become a * c - b * s and b * c + a * s, as in Llama and GPT-NeoX. Interleaved, a and b are its elements with even
+    and with odd index, as in GPT-J. Elements from rotary_dim on stay.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, bfloat16 or float16; any strides between tokens and heads, so a
             slice of a qkv buffer is not copied. Where the last dimension is not contiguous it is copied first.
         k: [num_tokens, num_kv_heads, head_dim], dtype and device of q.
-        cos_sin_cache: [max_position, rotary_dim] in float32: the cosines of each position, then its sines. rotary_dim is
-            even and may be smaller than head_dim.
+        cos_sin_cache: [max_position, rotary_dim] in float32: the cosines of each position, then its sines. rotary_dim
+            is even and may be smaller than head_dim.
         positions: [num_tokens], int32 or int64. All elements of a token whose position is outside the table become NaN.
         interleaved: which elements make a pair.
-        validate: raise an error for a position outside the table. This waits for the device, which a CUDA graph's capture
-            does not allow.
+        validate: raise an error for a position outside the table. This waits for the device, which a CUDA graph's
+            capture does not allow.
         q_out: where the result for q is written: shape and dtype of q; may be exactly q.
         k_out: the same for k.
 
@@ -148,7 +148,10 @@ def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan
     (interleaved,) = values
     q, k, cache, positions, *outputs = tensors
     _check(q, k, cache, positions, interleaved, False, *outputs)
-    assert q is not None and k is not None and cache is not None and positions is not None
+    assert q is not None
+    assert k is not None
+    assert cache is not None
+    assert positions is not None
     if q.numel() == 0 and k.numel() == 0:
         return lambda *args: None
     if any(needs_copy(t) for t in (q, k, cache, *outputs)):

@@ -56,7 +56,7 @@ def qk_norm_rope(
     """RMSNorm and rotary position embedding of every q and k head of a qkv buffer, in one kernel.
 
     Each head of q and of k becomes rope(x / sqrt(mean(x^2) + eps) * (weight + weight_offset)), as `rms_norm_rope`
-    does it: in float32, rounded once. This is what Qwen3 (weight_offset 0) and Gemma 3 (1) do after their qkv projection.
+    does it: in float32, rounded once. Qwen3 (weight_offset 0) and Gemma 3 (1) do this after their qkv projection.
 
     Args:
         qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], q, then k, then v; float32, bfloat16 or float16,
@@ -64,16 +64,16 @@ def qk_norm_rope(
         q_weight: [head_dim], float32, bfloat16 or float16.
         k_weight: the same for k.
         cos_sin_cache: [max_position, rotary_dim] in float32, cosines then sines: see `apply_rope`.
-        positions: [num_tokens], int32 or int64. All elements of q and of k of a token whose position is outside the table
-            become NaN; v stays as it is.
+        positions: [num_tokens], int32 or int64. All elements of q and of k of a token whose position is outside the
+            table become NaN; v stays as it is.
         num_q_heads: heads of q.
         num_kv_heads: heads of k, and of v.
         head_dim: elements of a head.
         eps: added to the mean of squares.
         weight_offset: added to both weights.
         interleaved: pairs are elements side by side, not one of each half: see `apply_rope`.
-        validate: raise an error for a position outside the table. This waits for the device, which a CUDA graph's capture
-            does not allow.
+        validate: raise an error for a position outside the table. This waits for the device, which a CUDA graph's
+            capture does not allow.
         q_out: where q is written: [num_tokens, num_q_heads, head_dim], dtype of qkv; may be exactly q's part of qkv.
         k_out: the same for k, [num_tokens, num_kv_heads, head_dim].
         v_out: where v is copied, in the same kernel.
@@ -209,16 +209,18 @@ def _fresh(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
-    *sizes, eps, weight_offset, interleaved = values
+    num_q_heads, num_kv_heads, head_dim, eps, weight_offset, interleaved = values
     qkv, q_weight, k_weight, cache, positions, *outputs = tensors
-    _check(*tensors[:5], *sizes, eps, weight_offset, interleaved, False, *outputs)
-    assert qkv is not None and cache is not None and positions is not None
-    num_q_heads, num_kv_heads, head_dim = sizes
+    inputs, sizes = (qkv, q_weight, k_weight, cache, positions), (num_q_heads, num_kv_heads, head_dim)
+    _check(*inputs, *sizes, eps, weight_offset, interleaved, False, *outputs)
+    assert qkv is not None
+    assert cache is not None
+    assert positions is not None
     if qkv.numel() == 0:
         return lambda *args: None
     if any(needs_copy(t) for t in (qkv, q_weight, k_weight, cache, *outputs)):
         return partial(_run_on_copies, values)
-    heads = _heads(qkv, (num_q_heads, num_kv_heads, head_dim), tuple(outputs))
+    heads = _heads(qkv, sizes, tuple(outputs))
     # q starts where qkv does; k and v start within the first token.
     for start in (num_q_heads, num_q_heads + num_kv_heads):
         aligned = aligned and start * head_dim * qkv.element_size() % 16 == 0
@@ -235,7 +237,7 @@ def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan
         k_out: Tensor,
         v_out: Tensor | None,
     ) -> None:
-        q, k, v, *outputs = _heads(qkv, (num_q_heads, num_kv_heads, head_dim), (q_out, k_out, v_out))
+        q, k, v, *outputs = _heads(qkv, sizes, (q_out, k_out, v_out))
         run(strides, eps, weight_offset, q, k, v, q_weight, k_weight, cache, positions, *outputs)
 
     return plan

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from onepass.ops.rope_reference import rms_norm, rotate
@@ -41,14 +42,20 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
 
 
 def prepare(desc: Desc) -> Callable[..., None]:
-    def run(strides: object, eps: float, weight_offset: float, *tensors: Tensor | None) -> None:
-        q, k, v, q_weight, k_weight, cache, positions, q_out, k_out, v_out = tensors
-        assert cache is not None and positions is not None
-        for x, weight, out in ((q, q_weight, q_out), (k, k_weight, k_out)):
-            assert x is not None and weight is not None and out is not None
-            turned = rotate(rms_norm(x, weight, eps, weight_offset), cache, positions, desc.interleaved)
-            out.copy_(turned)
-        if v_out is not None and v is not None:
-            v_out.copy_(v)
+    sizes: dict[str, Any] = {
+        "num_q_heads": desc.num_q_heads,
+        "num_kv_heads": desc.num_k_heads,
+        "head_dim": desc.head_dim,
+    }
+
+    def run(strides: object, eps: float, weight_offset: float, *tensors: Any) -> None:
+        q, k, v, q_weight, k_weight, cache, positions, *outputs = tensors
+        qkv = torch.cat([q, k, k if v is None else v], dim=1).flatten(1)
+        options = {**sizes, "eps": eps, "weight_offset": weight_offset, "interleaved": desc.interleaved}
+        for out, result in zip(
+            outputs, qk_norm_rope(qkv, q_weight, k_weight, cache, positions, **options), strict=True
+        ):
+            if out is not None:
+                out.copy_(result)
 
     return run

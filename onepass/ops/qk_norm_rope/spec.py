@@ -1,4 +1,4 @@
-"""What benchmarks and tests need to know of qk_norm_rope. A shape is (num_tokens, num_q_heads, num_kv_heads, head_dim)."""
+"""What benchmarks and tests know of qk_norm_rope. A shape: (num_tokens, num_q_heads, num_kv_heads, head_dim)."""
 
 from __future__ import annotations
 

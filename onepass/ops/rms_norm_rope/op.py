@@ -50,8 +50,8 @@ def rms_norm_rope(
     """RMSNorm of each head (Zhang and Sennrich, 2019), then rotary position embedding (Su et al., 2021), in one kernel.
 
     rope(x / sqrt(mean(x^2) + eps) * (weight + weight_offset)), the mean over head_dim: what Qwen3 does with q and k;
-    weight_offset is 1 for Gemma 3. All of it is in float32 and rounded once: nothing is rounded between the norm and the
-    rotation, as it is in the models, where two kernels make them.
+    weight_offset is 1 for Gemma 3. All of it is in float32 and rounded once. Models round between the norm and the
+    rotation as well, but only because two kernels make them.
 
     Args:
         x: [num_tokens, heads, head_dim], float32, bfloat16 or float16; any strides between tokens and heads. Where the
@@ -62,8 +62,8 @@ def rms_norm_rope(
         eps: added to the mean of squares.
         weight_offset: added to the weight.
         interleaved: pairs are elements side by side, not one of each half: see `apply_rope`.
-        validate: raise an error for a position outside the table. This waits for the device, which a CUDA graph's capture
-            does not allow.
+        validate: raise an error for a position outside the table. This waits for the device, which a CUDA graph's
+            capture does not allow.
         out: where the result is written: shape and dtype of x; may be exactly x.
 
     Returns:
@@ -138,7 +138,9 @@ def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan
     eps, weight_offset, interleaved = values
     x, weight, cache, positions, *outputs = tensors
     _check(x, weight, cache, positions, eps, weight_offset, interleaved, False, *outputs)
-    assert x is not None and cache is not None and positions is not None
+    assert x is not None
+    assert cache is not None
+    assert positions is not None
     if x.numel() == 0:
         return lambda *args: None
     if any(needs_copy(t) for t in (x, weight, cache, *outputs)):
