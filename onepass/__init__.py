@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
     from onepass.ops.logsumexp.op import logsumexp
     from onepass.ops.qk_norm_rope.op import qk_norm_rope
+    from onepass.ops.qkv_proj.op import qkv_proj
     from onepass.ops.rms_norm.op import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
     from onepass.ops.rms_norm_rope.op import rms_norm_rope
     from onepass.ops.sample.op import sample
@@ -50,6 +51,7 @@ __all__ = [
     "layer_norm_silu",
     "logsumexp",
     "qk_norm_rope",
+    "qkv_proj",
     "relu_and_mul",
     "rms_norm",
     "rms_norm_rope",
@@ -73,6 +75,7 @@ _LAZY = {
     "layer_norm_silu": "onepass.ops.layer_norm.op",
     "logsumexp": "onepass.ops.logsumexp.op",
     "qk_norm_rope": "onepass.ops.qk_norm_rope.op",
+    "qkv_proj": "onepass.ops.qkv_proj.op",
     "relu_and_mul": "onepass.ops.gated_activation.op",
     "rms_norm": "onepass.ops.rms_norm.op",
     "rms_norm_rope": "onepass.ops.rms_norm_rope.op",

@@ -34,6 +34,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "apply_rope": ("triton", "cpu", "reference"),
     "rms_norm_rope": ("triton", "cpu", "reference"),
     "qk_norm_rope": ("triton", "cpu", "reference"),
+    "qkv_proj": ("cuda", "triton", "cpu", "reference"),
     "cross_entropy": ("triton", "cpu", "reference"),
 }
 

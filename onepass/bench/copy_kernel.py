@@ -1,4 +1,4 @@
-"""A plain copy kernel in Triton: 16 bytes a load, one block a program."""
+"""Plain copy and read kernels in Triton: 16 bytes a load."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from onepass.launch.triton import Specialization, load, pointer
 
 BLOCK_BYTES = 4096
 NUM_WARPS = 4
+
+READ_BYTES = 32768
+"""What a program of the read kernel reads, in blocks of READ_BLOCK."""
+READ_BLOCK = 16384
 
 
 @triton.jit
@@ -25,3 +29,27 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     aligned = (0, 1, 2) if count % 16 == 0 else (0, 1)
     special = Specialization((*(pointer(source.dtype),) * 2, "i64"), (block,), aligned, NUM_WARPS, pdl=False)
     load(copy_kernel, special, source.device)(-(-count // block), (target, source), count)
+
+
+@triton.jit
+def read_kernel(sums_ptr, source_ptr, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The sum of BLOCKS blocks a program: something has to become of what is read."""
+    start = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        at = start + i * BLOCK + tl.arange(0, BLOCK)
+        total += tl.load(source_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total, axis=0))
+
+
+def read_programs(source: torch.Tensor) -> int:
+    return -(-source.nbytes // READ_BYTES)
+
+
+def read(sums: torch.Tensor, source: torch.Tensor) -> None:
+    """Read a contiguous tensor that is aligned to 16 bytes; `sums` has `read_programs(source)` float32."""
+    count, block = source.numel(), READ_BLOCK // source.element_size()
+    aligned = (0, 1, 2) if count % 16 == 0 else (0, 1)
+    types = (pointer(torch.float32), pointer(source.dtype), "i64")
+    special = Specialization(types, (block, READ_BYTES // READ_BLOCK), aligned, NUM_WARPS, pdl=False)
+    load(read_kernel, special, source.device)(read_programs(source), (sums, source), count)
