@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onepass.ops.add_relu.op import add_relu
     from onepass.ops.apply_rope.op import apply_rope
     from onepass.ops.cross_entropy.op import cross_entropy
+    from onepass.ops.flash_attention.op import flash_attention, flash_attention_varlen
     from onepass.ops.gated_activation.op import (
         geglu,
         gelu_and_mul,
@@ -42,6 +43,8 @@ __all__ = [
     "backend",
     "cross_entropy",
     "explain",
+    "flash_attention",
+    "flash_attention_varlen",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "geglu",
@@ -66,6 +69,8 @@ _LAZY = {
     "add_relu": "onepass.ops.add_relu.op",
     "apply_rope": "onepass.ops.apply_rope.op",
     "cross_entropy": "onepass.ops.cross_entropy.op",
+    "flash_attention": "onepass.ops.flash_attention.op",
+    "flash_attention_varlen": "onepass.ops.flash_attention.op",
     "fused_add_rms_norm": "onepass.ops.rms_norm.op",
     "fused_add_rms_norm_": "onepass.ops.rms_norm.op",
     "geglu": "onepass.ops.gated_activation.op",

@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "qk_norm_rope": ("triton", "cpu", "reference"),
     "qkv_proj": ("cuda", "triton", "cpu", "reference"),
     "cross_entropy": ("triton", "cpu", "reference"),
+    "flash_attention": ("triton", "reference"),
 }
 
 FORMS: dict[str, str] = {
@@ -48,6 +49,7 @@ FORMS: dict[str, str] = {
     "relu_and_mul": "gated_activation",
     "swiglu": "gated_activation",
     "geglu": "gated_activation",
+    "flash_attention_varlen": "flash_attention",
 }
 """Other public functions of an op, by name. Where one takes other arguments than the op's `describe`, its own stands
 beside that, named `describe_<function>`."""

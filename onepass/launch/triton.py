@@ -27,6 +27,7 @@ TYPE_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
@@ -62,12 +63,23 @@ class Features(NamedTuple):
     """Inline PTX: NVIDIA GPUs, outside the interpreter."""
     pdl: bool
     """Programmatic dependent launch (sm_90 and newer): a kernel's launch overlaps the end of the kernel before it."""
+    wgmma: bool = False
+    """Four warps multiply together, with operands in shared memory: sm_90 and the data-centre Blackwells."""
+    shared_bytes: int = 99 << 10
+    """Shared memory that a block may have."""
+
+
+_SHARED_BYTES = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10}
+"""By architecture where it is more than the 99 KB of the others, from the CUDA C++ Programming Guide."""
 
 
 def features_of(target: GPUTarget) -> Features:
     """The features of a compile target."""
     nvidia = target.backend == "cuda"
-    return Features(ptx=nvidia, pdl=nvidia and target.arch >= 90)
+    if not nvidia:
+        return Features(ptx=False, pdl=False, shared_bytes=64 << 10)
+    shared_bytes = _SHARED_BYTES.get(target.arch, 99 << 10)
+    return Features(True, target.arch >= 90, target.arch // 10 in (9, 10, 11), shared_bytes)
 
 
 def features(device: torch.device) -> Features:
@@ -165,4 +177,14 @@ def unsupported_device(device: torch.device) -> tuple[str, ...]:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         return (f"it needs an sm_80 or newer GPU, and {device} is sm_{major}{minor}",)
+    return ()
+
+
+def missing_float8(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why Triton cannot convert `dtype` on `device`, where that is float8; empty when it can."""
+    if dtype != torch.float8_e4m3fn or settings.triton_interpret():
+        return ()
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
+        major, minor = torch.cuda.get_device_capability(device)
+        return (f"float8 needs an sm_89 or newer GPU, and {device} is sm_{major}{minor}",)
     return ()
