@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from onepass.ops.rms_norm_rope.op import rms_norm_rope
     from onepass.ops.sample.op import sample
     from onepass.ops.softmax.op import softmax
+    from onepass.ops.softmax_weighted_sum.op import softmax_weighted_sum
     from onepass.warming import warmup
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "softmax",
+    "softmax_weighted_sum",
     "swiglu",
     "warmup",
 ]
@@ -87,6 +89,7 @@ _LAZY = {
     "sample": "onepass.ops.sample.op",
     "silu_and_mul": "onepass.ops.gated_activation.op",
     "softmax": "onepass.ops.softmax.op",
+    "softmax_weighted_sum": "onepass.ops.softmax_weighted_sum.op",
     "swiglu": "onepass.ops.gated_activation.op",
     "warmup": "onepass.warming",
 }

@@ -30,6 +30,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "gated_activation": ("triton", "cpu", "reference"),
     "softmax": ("cuda", "triton", "cpu", "reference"),
     "logsumexp": ("triton", "cpu", "reference"),
+    "softmax_weighted_sum": ("triton", "cpu", "reference"),
     "sample": ("cuda", "triton", "cpu", "reference"),
     "apply_rope": ("triton", "cpu", "reference"),
     "rms_norm_rope": ("triton", "cpu", "reference"),

@@ -63,3 +63,9 @@ def statistics(row: Any, accuracy: Any, n: int, inverse: float) -> tuple[float, 
             e = exp_minus_for(accuracy, (centre - load_first(row, i, last - i)) * scale)
             total += sum_lanes(widen(keep_first(e, last - i)))
     return largest, total
+
+
+@inline
+def softmax_factor(largest: float, total: float) -> float:
+    """1 / total; NaN for a row that softmax makes NaN."""
+    return math.nan if math.isinf(largest) else 1.0 / total

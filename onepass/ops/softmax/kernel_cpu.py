@@ -14,7 +14,7 @@ from onepass.launch import cpu
 from onepass.launch.cpu_math import exp_minus_for
 from onepass.launch.cpu_memory import load_first, load_pair, publish, row_start, store_first, store_pair, take
 from onepass.launch.cpu_vector import fill_rest, inline, keep_first, max_lanes, splat, sum_lanes, widen
-from onepass.ops.softmax_cpu import inverse_of, statistics
+from onepass.ops.softmax_cpu import inverse_of, softmax_factor, statistics
 
 if TYPE_CHECKING:
     from onepass.ops.softmax.op import Desc, RowStrides
@@ -76,14 +76,15 @@ def softmax_kernel(
             cold = t == 0.0
             inverse = inverse_of(1.0 if cold else t)
             largest, total = statistics(row_in, out, n, inverse)
-            bad = math.isinf(largest) or math.isnan(total)
+            factor_of_row = softmax_factor(largest, total)
+            bad = math.isnan(factor_of_row)
             if cold:
                 first = 0 if bad else _first_of(row_in, n, largest)
                 _fill(row_out, n, math.nan if bad else 0.0, streaming)
                 if not bad:
                     store_first(row_out, first, splat(1.0), 1)
                 continue
-            centre, scale, factor = splat(largest), splat(inverse), splat(math.nan if bad else 1.0 / total)
+            centre, scale, factor = splat(largest), splat(inverse), splat(factor_of_row)
             for i in range(0, pairs, 32):
                 a, b = load_pair(row_in, i, logits)
                 a, b = exp_minus_for(out, (centre - a) * scale), exp_minus_for(out, (centre - b) * scale)
