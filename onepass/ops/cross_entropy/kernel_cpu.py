@@ -89,12 +89,6 @@ def _capped_overload(capped: Any, x: Any, softcap: float) -> Any:
 
 
 @inline
-def _pair(capped: Any, row: Any, i: int, softcap: float) -> Any:
-    a, b = load_pair(row, i, row)
-    return _capped(capped, a, softcap), _capped(capped, b, softcap)
-
-
-@inline
 def _statistics(capped: Any, row: Any, n: int, softcap: float) -> tuple[float, float, float]:
     """The largest logit, the sum of exp(logit - largest), and the sum of all logits."""
     largest, total, logits = -math.inf, 0.0, 0.0
@@ -103,12 +97,12 @@ def _statistics(capped: Any, row: Any, n: int, softcap: float) -> tuple[float, f
         pairs = first + ((last - first) & ~31)
         m0 = m1 = splat(-math.inf)
         for i in range(first, pairs, 32):
-            a, b = _pair(capped, row, i, softcap)
+            a, b = load_pair(row, i, row)
             m0, m1 = maximum(a, m0), maximum(b, m1)
         for i in range(pairs, last, 16):
-            a = fill_rest(_capped(capped, load_first(row, i, last - i), softcap), last - i, splat(-math.inf))
-            m0 = maximum(a, m0)
-        block_largest = max_lanes(maximum(m0, m1))
+            m0 = maximum(fill_rest(load_first(row, i, last - i), last - i, splat(-math.inf)), m0)
+        # The soft cap keeps the order of logits: that of the largest is the largest.
+        block_largest = max_lanes(_capped(capped, splat(max_lanes(maximum(m0, m1))), softcap))
         if block_largest > largest:
             total *= math.exp(largest - block_largest)
             largest = block_largest
@@ -116,8 +110,8 @@ def _statistics(capped: Any, row: Any, n: int, softcap: float) -> tuple[float, f
         c = splat(centre)
         s0 = s1 = s2 = s3 = d0 = d1 = splat(0.0)
         for i in range(first, pairs, 32):
-            a, b = _pair(capped, row, i, softcap)
-            a, b = c - a, c - b
+            a, b = load_pair(row, i, row)
+            a, b = c - _capped(capped, a, softcap), c - _capped(capped, b, softcap)
             d0, d1 = d0 + a, d1 + b
             s0, s1, s2, s3 = s2, s3, s0 + exp_minus(a), s1 + exp_minus(b)
         total += sum_lanes(widen(s0 + s2) + widen(s1 + s3))
