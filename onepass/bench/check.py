@@ -7,6 +7,7 @@ with the first and the last is checked; an op whose rows depend on each other fa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,13 +48,18 @@ class Truth:
             self._rows = rows.to(main.device)
             self.checked = f"{CHECKED_ROWS} rows of {num_rows}"
         subset = {name: self._cut_input(name, value) for name, value in inputs.items()}
-        self._truth = as_tuple(spec.reference(**upcast(subset)))
-        self._eager = as_tuple(spec.unfused(**subset))
+        self._fault = spec.fault and partial(spec.fault, subset)
+        if self._fault is None:
+            self._truth = as_tuple(spec.reference(**upcast(subset)))
+            self._eager = as_tuple(spec.unfused(**subset))
 
     def judge(self, result: Any) -> Verdict:
         """The worst of the op's outputs."""
         worst = Verdict(True, 0.0, 0.0, self.checked)
         outputs = as_tuple(result)
+        if self._fault is not None:
+            reason = self._fault(self._cut(outputs[0]))
+            return Verdict(not reason, 0.0, 0.0, self.checked, reason)
         if len(outputs) != len(self._truth):
             return Verdict(False, float("inf"), 0.0, self.checked, f"{len(outputs)} outputs, not {len(self._truth)}")
         for output, eager, truth in zip(outputs, self._eager, self._truth, strict=True):

@@ -30,6 +30,9 @@ class OpSpec:
     `ceiling` is what the sizes are held against: "copy", as many bytes read and written, half each; or "read", as many
     bytes read, for an op that reads much more than it writes.
 
+    `fault(inputs, result)` is for results that are drawn at random, which no reference can foretell: what is wrong
+    with one, or nothing ("").
+
     `form_inputs` is `make_inputs` for the op's other public functions that take other tensors, by name.
     """
 
@@ -47,6 +50,7 @@ class OpSpec:
     dtypes: tuple[torch.dtype, ...] = field(default=(torch.float32, torch.bfloat16, torch.float16))
     row_inputs: tuple[str, ...] = ()
     ceiling: Literal["copy", "read"] = "copy"
+    fault: Callable[[Inputs, Any], str] | None = None
     form_inputs: dict[str, Callable[[tuple[int, ...], torch.dtype, torch.device, int], Inputs]] = field(
         default_factory=dict
     )

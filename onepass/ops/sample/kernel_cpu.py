@@ -316,7 +316,8 @@ def sample_kernel(
             temperature = _float32_at(temperatures, row * temperature_step)
         top_k = top_k_number
         if top_ks != 0:
-            top_k = _int64_at(top_ks, row * top_k_step) if wide_top_k else np.int64(_int32_at(top_ks, row * top_k_step))
+            at = row * top_k_step
+            top_k = _int64_at(top_ks, at) if wide_top_k else int(_int32_at(top_ks, at))
         top_p = np.float32(top_p_number)
         if top_ps != 0:
             top_p = _float32_at(top_ps, row * top_p_step)
@@ -335,7 +336,7 @@ def sample_kernel(
 
         # Kept are the codes below `limit`, and of those equal to it the first `ties`; one of them weighs `tie_weight`.
         limit, ties, tie_weight = CODE_END + 1, 0, 0
-        one = np.int64(1 << fixed_point.WEIGHT_BITS) >> dropped
+        one = (1 << fixed_point.WEIGHT_BITS) >> dropped
         if greedy:
             limit, ties, tie_weight = 0, 1, one
         elif is_valid:

@@ -78,7 +78,9 @@ def specialize(desc: Desc, shape: Shape) -> Specialization:
     prelude = "".join(f"#define C{i} {float(c).hex()}f\n" for i, c in enumerate(powers))
     source = Path(__file__).with_suffix(".cu")
     shared_bytes = shape.shared_bytes(desc.vocab_size)
-    return Specialization(source, "sample_kernel", macros, shape.threads, shared_bytes, prelude, shape.cluster)
+    return Specialization(
+        source, "sample_kernel", macros, shape.threads, shared_bytes, prelude=prelude, cluster=shape.cluster
+    )
 
 
 def prepare(desc: Desc) -> Callable[..., None]:

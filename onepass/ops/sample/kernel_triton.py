@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NUM_WARPS = 16
 BLOCK = 4096
 SHORT_BLOCK = 512
-"""For rows of at most so many tokens, with 4 warps."""
+"""For rows of at most so many tokens, with half the warps."""
 
 CODE_BITS = tl.constexpr(fixed_point.CODE_BITS)
 CODE_END = tl.constexpr(fixed_point.CODE_END)
@@ -306,7 +306,7 @@ def specialize(desc: Desc, features: Features) -> tuple[Any, Specialization]:
     if desc.vocab_size % 16 == 0:
         multiples += (9,)
     short = desc.vocab_size <= SHORT_BLOCK
-    block, warps = (SHORT_BLOCK, 4) if short else (BLOCK, NUM_WARPS)
+    block, warps = (SHORT_BLOCK, NUM_WARPS // 2) if short else (BLOCK, NUM_WARPS)
     return sample_kernel, Specialization((*pointers, *numbers), (block, features.pdl), multiples, warps, features.pdl)
 
 

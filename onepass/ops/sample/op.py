@@ -160,7 +160,7 @@ def _parameters(temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any,
         default if value is None or isinstance(value, Tensor) else value
         for value, default in zip(given, defaults, strict=True)
     ]
-    return Parameters(*tensors, *numbers)
+    return Parameters(*tensors, *numbers)  # type: ignore[arg-type]
 
 
 _UNFUSED = "torch.multinomial(torch.softmax(logits / temperature, -1), 1)"
@@ -259,7 +259,7 @@ def _run_on_copies(p: Parameters, logits: Tensor, ids: Tensor, valid: Tensor) ->
     """The slower path of rows.py."""
     logits = as_rows(logits)
     tensors = tuple(None if t is None else t.contiguous() for t in p.tensors())
-    p = Parameters(*tensors, *p.numbers())
+    p = Parameters(*tensors, *p.numbers())  # type: ignore[arg-type]
     _plans.find((), (logits,), tensors)(p, logits, ids, valid)
 
 

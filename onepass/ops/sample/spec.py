@@ -54,6 +54,15 @@ def unfused(
     return torch.multinomial(flat, num_samples=1).view(logits.shape[:-1])
 
 
+def fault(inputs: Inputs, ids: Tensor) -> str:
+    """Whether a token was drawn that does not belong to its row's nucleus, to 10^-5 of the whole weight."""
+    probabilities = inputs["logits"].double().softmax(-1)
+    drawn = probabilities.gather(-1, ids.long()[..., None])
+    before = torch.where(probabilities > drawn, probabilities, 0.0).sum(-1)
+    wrong = int((before >= inputs["top_p"] + 1e-5).sum())
+    return f"{wrong} of {ids.numel()} tokens are not among the {inputs['top_p']:g} most likely" if wrong else ""
+
+
 def _logits_bytes(inputs: dict[str, Any]) -> int:
     return tensor_bytes(inputs["logits"])
 
@@ -79,4 +88,5 @@ SPEC = OpSpec(
     flops=lambda inputs: 16 * inputs["logits"].numel(),
     row_inputs=("logits", "seed"),
     ceiling="read",
+    fault=fault,
 )
