@@ -10,10 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import BF16, FP32, Case, checks, layer_norm, normal, tables
+from cases import BF16, FP32, Case, checks, layer_norm, normal, rms_norm, tables
 
 import onepass
-from onepass.ops.layer_norm.config import MAX_RESIDENT
+from onepass.ops.row_config import MAX_RESIDENT
 
 CPU = torch.device("cpu")
 CASES = [
@@ -53,7 +53,7 @@ def _skip_long_rows(n: int) -> None:
 
 @pytest.mark.parametrize(("table", "case"), CASES)
 def test_case(table: ModuleType, case: Case) -> None:
-    if table is layer_norm:
+    if table in (layer_norm, rms_norm):
         _skip_long_rows(case.build(CPU)["x"].shape[-1])
     with onepass.backend("triton"):
         checks.check_case_in_few_calls(table, case.build(CPU))
