@@ -28,7 +28,7 @@ def _desc(n: int, weight: bool, bias: bool, activation: str | None) -> Desc:
     return Desc(torch.device("cuda", 0), BF16, *wanted, 100, n, activation, False, True, ())
 
 
-@pytest.mark.parametrize("n", [16392, 32768, 50000, 65536, kernel_cuda.MAX_HIDDEN_SIZE])
+@pytest.mark.parametrize("n", [16392, 32768, 50000, 65536, 102400, kernel_cuda.MAX_HIDDEN_SIZE])
 @pytest.mark.parametrize(("weight", "bias"), [(True, True), (False, False)], ids=["affine", "plain"])
 def test_layer_norm_of_long_rows(n: int, weight: bool, bias: bool) -> None:
     special = kernel_cuda.specialize(_desc(n, weight, bias, "silu"))

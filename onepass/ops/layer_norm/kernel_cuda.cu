@@ -7,9 +7,12 @@
 // the result) and free its slots chunk by chunk in the second pass, while the next row is arriving behind it. The
 // weight stays in registers for all rows, and so does the bias where it fits.
 //
+// A row whose weight and bias are too long for the registers of one multiprocessor is shared by a cluster of two CTAs. Every
+// warp then sends its sums to both, so that they meet only once a row.
+//
 // Bytes a row: 2N in, 2N out; the bias 2N from the L2 where it is not in registers. Instructions: about 17 an element.
 //
-// Specialised by macros: N (a multiple of 8), HAS_WEIGHT, HAS_BIAS, ACTIVATION, SLOTS.
+// Specialised by macros: N (a multiple of 8 CLUSTER), CLUSTER, HAS_WEIGHT, HAS_BIAS, ACTIVATION, SLOTS.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -24,20 +27,24 @@ static_assert(CONSUMERS * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= THREA
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int CHUNK_BYTES = 16384;
 constexpr int VECTORS_A_CHUNK = CHUNK_BYTES / 16 / CONSUMERS;  // a vector: 16 bytes, 8 elements
-constexpr int ROW_BYTES = 2 * N;
+constexpr int COLUMNS = N / CLUSTER;  // of this CTA
+constexpr int ROW_BYTES = 2 * COLUMNS;
 constexpr int CHUNKS = (ROW_BYTES + CHUNK_BYTES - 1) / CHUNK_BYTES;
 constexpr int VECTORS = CHUNKS * VECTORS_A_CHUNK;  // of a thread, the last ones perhaps past the row
 // 4 registers a vector; erf needs some of its own.
 constexpr bool WEIGHT_IN_REGISTERS = HAS_WEIGHT && VECTORS <= (ACTIVATION == GELU ? 12 : 16);
 constexpr bool BIAS_IN_REGISTERS = HAS_BIAS && VECTORS <= 8;
-static_assert(N % 8 == 0 && CHUNKS < SLOTS, "a row of whole vectors, and room for the next one");
+static_assert(N % (8 * CLUSTER) == 0 && CHUNKS < SLOTS, "a row of whole vectors, and room for the next one");
 
 struct Shared {
     // chunk slots first: bulk copies write to them
     unsigned char chunks[SLOTS][CHUNK_BYTES];
     u64 full[SLOTS];
     u64 empty[SLOTS];
-    float2 partial[2][WARPS];
+    // Of two rows in turn: a warp writes one again only after the next row's sums have met, when all have read it.
+    u64 met[2];
+    float2 partial[2][CLUSTER][WARPS];
+    float pivot[2][CLUSTER];
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -104,23 +111,88 @@ __device__ __forceinline__ float rstd_of(float variance, float eps) {
     return rsqrtf(small ? square * 0x1p80f : square) * (small ? 0x1p40f : 1.0f);
 }
 
+struct Moments {
+    float offset, variance;  // the row's mean less this CTA's pivot
+};
+
+// Two numbers, or one, to the same place in the shared memory of a CTA of the cluster, with word to its barrier.
+__device__ __forceinline__ u32 remote(const void* p, u32 rank) {
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+    return address;
+}
+
+__device__ __forceinline__ void send(float2* target, float a, float b, u64* barrier, u32 rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                     remote(target, rank)), "f"(a), "f"(b), "r"(remote(barrier, rank)) : "memory");
+}
+
+__device__ __forceinline__ void send(float* target, float a, u64* barrier, u32 rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     remote(target, rank)), "f"(a), "r"(remote(barrier, rank)) : "memory");
+}
+
+// The row's mean and variance from every thread's sums about its CTA's pivot, added in the same order everywhere.
+__device__ __forceinline__ Moments meet(Shared& s, u32 rank, u32 row, float pivot, float total, float squares) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        total += __shfl_xor_sync(0xffffffffu, total, lanes);
+        squares += __shfl_xor_sync(0xffffffffu, squares, lanes);
+    }
+    u32 turn = row & 1, warp = threadIdx.x / 32;
+    if (CLUSTER == 1) {
+        if (threadIdx.x % 32 == 0) s.partial[turn][0][warp] = make_float2(total, squares);
+        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    } else {
+        if (threadIdx.x == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&s.met[turn])),
+                         "n"(CLUSTER * (8 * WARPS + 4)) : "memory");
+        if (threadIdx.x % 32 < CLUSTER) {
+            u32 to = threadIdx.x % 32;
+            send(&s.partial[turn][rank][warp], total, squares, &s.met[turn], to);
+            if (warp == 0) send(&s.pivot[turn][rank], pivot, &s.met[turn], to);
+        }
+        barrier_wait(&s.met[turn], (row >> 1) & 1);
+    }
+    // All means are taken from the first pivot: where all elements are equal, every difference is exactly zero.
+    float means[CLUSTER], mean = 0.0f, variance = 0.0f;
+#pragma unroll
+    for (int part = 0; part < CLUSTER; ++part) {
+        total = squares = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            float2 of_warp = s.partial[turn][part][w];
+            total += of_warp.x;
+            squares += of_warp.y;
+        }
+        float offset = total * (1.0f / COLUMNS);
+        means[part] = CLUSTER == 1 ? offset : s.pivot[turn][part] - s.pivot[turn][0] + offset;
+        mean += means[part] * (1.0f / CLUSTER);
+        variance += (squares * (1.0f / COLUMNS) - offset * offset) * (1.0f / CLUSTER);
+    }
+    if (CLUSTER == 1) return {mean, variance};
+#pragma unroll
+    for (int part = 0; part < CLUSTER; ++part) variance += (means[part] - mean) * (means[part] - mean) * (1.0f / CLUSTER);
+    return {mean - (s.pivot[turn][rank] - s.pivot[turn][0]), variance};
+}
+
 // The vectors of a thread in a chunk lie CONSUMERS apart, so that a warp's accesses are contiguous.
 __device__ __forceinline__ int vector_in_row(int v) {
     return v * CONSUMERS + threadIdx.x;
 }
 
 __device__ __forceinline__ bool inside(int v) {
-    return (v + 1) * CONSUMERS * 8 <= N || vector_in_row(v) * 8 < N;
+    return (v + 1) * CONSUMERS * 8 <= COLUMNS || vector_in_row(v) * 8 < COLUMNS;
 }
 
 __device__ void produce(Shared& s, const unsigned char* x, long long num_rows, long long stride_bytes) {
     u32 at = 0;
-    for (long long row = blockIdx.x; row < num_rows; row += gridDim.x) {
+    for (long long row = blockIdx.x / CLUSTER; row < num_rows; row += gridDim.x / CLUSTER) {
         for (int chunk = 0; chunk < CHUNKS; ++chunk, ++at) {
             u32 slot = at % SLOTS, round = at / SLOTS;
             if (round > 0) barrier_wait(&s.empty[slot], (round - 1) & 1);
             u32 bytes = chunk < CHUNKS - 1 ? CHUNK_BYTES : ROW_BYTES - (CHUNKS - 1) * CHUNK_BYTES;
-            bulk_load(s.chunks[slot], x + row * stride_bytes + chunk * CHUNK_BYTES, bytes, &s.full[slot]);
+            bulk_load(s.chunks[slot], x + row * stride_bytes + blockIdx.x % CLUSTER * ROW_BYTES + chunk * CHUNK_BYTES, bytes, &s.full[slot]);
         }
     }
 }
@@ -128,6 +200,9 @@ __device__ void produce(Shared& s, const unsigned char* x, long long num_rows, l
 __device__ void consume(Shared& s, const uint4* weight, const uint4* bias, unsigned char* y, long long num_rows,
                         long long stride_bytes, float eps) {
     const uint4 zero = make_uint4(0, 0, 0, 0);
+    const u32 rank = blockIdx.x % CLUSTER;
+    if (HAS_WEIGHT) weight += rank * (COLUMNS / 8);
+    if (HAS_BIAS) bias += rank * (COLUMNS / 8);
     uint4 weights[WEIGHT_IN_REGISTERS ? VECTORS : 1], biases[BIAS_IN_REGISTERS ? VECTORS : 1];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -135,8 +210,8 @@ __device__ void consume(Shared& s, const uint4* weight, const uint4* bias, unsig
         if (BIAS_IN_REGISTERS) biases[v] = inside(v) ? bias[vector_in_row(v)] : zero;
     }
 
-    u32 at = 0, parity = 0;
-    for (long long row = blockIdx.x; row < num_rows; row += gridDim.x, parity ^= 1) {
+    u32 at = 0, row_count = 0;
+    for (long long row = blockIdx.x / CLUSTER; row < num_rows; row += gridDim.x / CLUSTER, ++row_count) {
         // Statistics, centred on the mean of the row's first 8 elements. kernel_triton.py says what that costs: for
         // these N up to 6.7e-4 of the variance, too much for float16.
         float pivot = 0.0f, total = 0.0f, squares = 0.0f;
@@ -168,26 +243,11 @@ __device__ void consume(Shared& s, const uint4* weight, const uint4* bias, unsig
                 }
             }
         }
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-            total += __shfl_xor_sync(0xffffffffu, total, lanes);
-            squares += __shfl_xor_sync(0xffffffffu, squares, lanes);
-        }
-        // Two buffers in turn: a warp writes one again only after the next row's barrier, when all have read it.
-        if (threadIdx.x % 32 == 0) s.partial[parity][threadIdx.x / 32] = make_float2(total, squares);
-        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-        total = squares = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            float2 part = s.partial[parity][warp];
-            total += part.x;
-            squares += part.y;
-        }
-        float offset = total * (1.0f / N);
-        float rstd = rstd_of(squares * (1.0f / N) - offset * offset, eps);
-        float shift = -offset * rstd;
+        Moments moments = meet(s, rank, row_count, pivot, total, squares);
+        float rstd = rstd_of(moments.variance, eps);
+        float shift = -moments.offset * rstd;
 
-        uint4* out = reinterpret_cast<uint4*>(y + row * stride_bytes);
+        uint4* out = reinterpret_cast<uint4*>(y + row * stride_bytes + rank * ROW_BYTES);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             u32 slot = (at + chunk) % SLOTS;
@@ -235,6 +295,16 @@ __device__ void consume(Shared& s, const uint4* weight, const uint4* bias, unsig
     }
 }
 
+// All threads of the cluster.
+__device__ __forceinline__ void meet_all() {
+    if (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+        asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 layer_norm_long_row_kernel(const unsigned char* x, const uint4* weight, const uint4* bias, unsigned char* y,
                            long long num_rows, long long stride_x_bytes, long long stride_y_bytes, float eps) {
@@ -245,9 +315,11 @@ layer_norm_long_row_kernel(const unsigned char* x, const uint4* weight, const ui
             barrier_init(&s.full[slot], 1);
             barrier_init(&s.empty[slot], WARPS);
         }
+        barrier_init(&s.met[0], 1);
+        barrier_init(&s.met[1], 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    meet_all();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x >= CONSUMERS) {
@@ -257,4 +329,5 @@ layer_norm_long_row_kernel(const unsigned char* x, const uint4* weight, const ui
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume(s, weight, bias, y, num_rows, stride_y_bytes, eps);
     }
+    if (CLUSTER > 1) meet_all();  // what is sent to a CTA must find it running
 }

@@ -20,8 +20,11 @@ ARCH = "sm_90a"
 SLOTS = 13
 CHUNK_BYTES = 16384
 THREADS = 640
-SHARED_BYTES = SLOTS * (CHUNK_BYTES + 2 * 8) + 2 * 16 * 8
-MAX_HIDDEN_SIZE = (SLOTS - 2) * CHUNK_BYTES // 2
+MAX_ALONE = 32768
+"""The longest row of one multiprocessor: its weight and bias fit the registers. Longer ones take two. Clusters of four do
+not pay: an H200 cannot place 33 of them at once."""
+
+MAX_HIDDEN_SIZE = 2 * (SLOTS - 2) * CHUNK_BYTES // 2
 """The longest row that leaves two slots for the next one."""
 
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
@@ -43,28 +46,38 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
         reasons.append("it wants the weight and the bias in x's dtype")
     if desc.has_residual:
         reasons.append("it takes no residual")
-    if not desc.aligned or desc.hidden_size % 8 != 0:
-        reasons.append("it wants pointers, row strides and rows that are multiples of 16 bytes")
+    cluster = _cluster(desc.hidden_size)
+    if not desc.aligned or desc.hidden_size % (8 * cluster) != 0:
+        reasons.append(f"it wants pointers, row strides and rows that are multiples of {16 * cluster} bytes")
     return tuple(reasons) or missing()
+
+
+def _cluster(hidden_size: int) -> int:
+    """Multiprocessors a row."""
+    return 1 if hidden_size <= MAX_ALONE else 2
 
 
 def specialize(desc: Desc) -> Specialization:
     """The kernel and what it is compiled for."""
+    cluster = _cluster(desc.hidden_size)
     macros = (
         ("N", desc.hidden_size),
+        ("CLUSTER", cluster),
         ("HAS_WEIGHT", int(desc.weight_dtype is not None)),
         ("HAS_BIAS", int(desc.bias_dtype is not None)),
         ("ACTIVATION", ACTIVATIONS.index(desc.activation)),
         ("SLOTS", SLOTS),
     )
     source = Path(__file__).with_suffix(".cu")
-    return Specialization(source, "layer_norm_long_row_kernel", macros, THREADS, SHARED_BYTES)
+    shared_bytes = SLOTS * (CHUNK_BYTES + 2 * 8) + 2 * 8 + 2 * cluster * (16 * 8 + 4)
+    return Specialization(source, "layer_norm_long_row_kernel", macros, THREADS, shared_bytes, cluster=cluster)
 
 
 def prepare(desc: Desc) -> Callable[..., None]:
     launch = load(specialize(desc), desc.device, ARCH)
     num_rows = desc.num_rows
-    grid = min(num_rows, torch.cuda.get_device_properties(desc.device).multi_processor_count)
+    multiprocessors = torch.cuda.get_device_properties(desc.device).multi_processor_count
+    grid = min(num_rows, multiprocessors // _cluster(desc.hidden_size))
 
     def run(
         strides: RowStrides,
