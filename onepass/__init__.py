@@ -16,6 +16,7 @@ from onepass.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from onepass.ops.add_relu.op import add_relu
+    from onepass.ops.append_kv.op import append_kv
     from onepass.ops.apply_rope.op import apply_rope
     from onepass.ops.cross_entropy.op import cross_entropy
     from onepass.ops.flash_attention.op import flash_attention, flash_attention_varlen
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
     from onepass.ops.logsumexp.op import logsumexp
+    from onepass.ops.merge_attention_states.op import merge_attention_states
     from onepass.ops.qk_norm_rope.op import qk_norm_rope
     from onepass.ops.qkv_proj.op import qkv_proj
     from onepass.ops.rms_norm.op import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_relu",
+    "append_kv",
     "apply_rope",
     "backend",
     "cross_entropy",
@@ -54,6 +57,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_silu",
     "logsumexp",
+    "merge_attention_states",
     "qk_norm_rope",
     "qkv_proj",
     "relu_and_mul",
@@ -69,6 +73,7 @@ __all__ = [
 
 _LAZY = {
     "add_relu": "onepass.ops.add_relu.op",
+    "append_kv": "onepass.ops.append_kv.op",
     "apply_rope": "onepass.ops.apply_rope.op",
     "cross_entropy": "onepass.ops.cross_entropy.op",
     "flash_attention": "onepass.ops.flash_attention.op",
@@ -81,6 +86,7 @@ _LAZY = {
     "layer_norm": "onepass.ops.layer_norm.op",
     "layer_norm_silu": "onepass.ops.layer_norm.op",
     "logsumexp": "onepass.ops.logsumexp.op",
+    "merge_attention_states": "onepass.ops.merge_attention_states.op",
     "qk_norm_rope": "onepass.ops.qk_norm_rope.op",
     "qkv_proj": "onepass.ops.qkv_proj.op",
     "relu_and_mul": "onepass.ops.gated_activation.op",

@@ -37,7 +37,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "qk_norm_rope": ("triton", "cpu", "reference"),
     "qkv_proj": ("cuda", "triton", "cpu", "reference"),
     "cross_entropy": ("triton", "cpu", "reference"),
-    "flash_attention": ("triton", "reference"),
+    "flash_attention": ("triton", "cpu", "reference"),
+    "append_kv": ("triton", "cpu", "reference"),
+    "merge_attention_states": ("triton", "cpu", "reference"),
 }
 
 FORMS: dict[str, str] = {

@@ -107,6 +107,14 @@ def _encode_float8(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.or_(code, sign), lanes_of(I8))
 
 
+def decode_first(builder: ir.IRBuilder, storage: str, base: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
+    """`count` elements from `index` on in float32 lanes; the others are not read, and are 0."""
+    lane, size, name = _STORAGE[storage]
+    zero = ir.Constant(lanes_of(lane), None)
+    masked = [_address(builder, base, index, storage), ir.Constant(I32, size), first_lanes(builder, count), zero]
+    return _decode(builder, storage, call_llvm(builder, f"llvm.masked.load.{name}.p0", zero.type, masked))
+
+
 def _round_to_high_half(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """The bits of float32 lanes with the bfloat16 in the upper half; the lower half is not cleared.
 
@@ -189,12 +197,7 @@ def load_first(typingctx: Any, base: Any, index: Any, count: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         if base.storage in _CONSTANT_STORAGE:
             return constant(F32, _CONSTANT_STORAGE[base.storage])
-        lane, size, name = _STORAGE[base.storage]
-        address = _address(builder, args[0], args[1], base.storage)
-        zero = ir.Constant(lanes_of(lane), None)
-        masked = [address, ir.Constant(I32, size), first_lanes(builder, args[2]), zero]
-        raw = call_llvm(builder, f"llvm.masked.load.{name}.p0", zero.type, masked)
-        return _decode(builder, base.storage, raw)
+        return decode_first(builder, base.storage, *args)
 
     return vector32(base, types.int64, types.int64), generate
 

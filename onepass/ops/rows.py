@@ -175,48 +175,7 @@ def _clearly_apart(outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor
     return True
 
 
-def check_outputs(op: str, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor | None) -> None:
-    """`check_output` for each of the outputs, which must also lie apart from each other.
-
-    Raises:
-        ArgumentValueError: as `check_output`, or two outputs share memory.
-    """
-    if _clearly_apart(tuple(outputs.values()), tuple(inputs.values())):
-        return
-    names = list(outputs)
-    for i, (name, out) in enumerate(outputs.items()):
-        check_output(op, name, out, **inputs)
-        for other in names[:i]:
-            if out.numel() and (out.data_ptr() == outputs[other].data_ptr() or overlaps(out, outputs[other])):
-                raise ArgumentValueError(op, name, f"memory apart from '{other}'", f"an overlap with '{other}'")
-
-
-def _clearly_apart(outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether contiguous extents show at once that outputs are apart from each other, and from each input or it."""
-    taken: list[tuple[int, int, torch.Tensor]] = []
-    for out in outputs:
-        if not out.is_contiguous():
-            return False
-        first = out.data_ptr()
-        end = first + out.nbytes
-        for other_first, other_end, _ in taken:
-            if first < other_end and other_first < end:
-                return False
-        taken.append((first, end, out))
-    for value in inputs:
-        if value is None:
-            continue
-        if not value.is_contiguous():
-            return False
-        first = value.data_ptr()
-        end = first + value.nbytes
-        for other_first, other_end, out in taken:
-            if first < other_end and other_first < end and value is not out and not _same_elements(value, out):
-                return False
-    return True
-
-
-def check_output(op: str, argument: str, out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
+def check_output(op: str, argument: str, out: torch.Tensor, /, **inputs: torch.Tensor | None) -> None:
     """Each element of `out` has memory of its own, shared with an input only if it is exactly that input.
 
     Raises:

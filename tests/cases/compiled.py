@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import onepass
-from cases import BF16, clone_inputs, normal
+from cases import BF16, checks, clone_inputs, normal
 from cases.checks import as_tuple, assert_same_bits, call
 from onepass.ops.spec import Inputs
 
@@ -86,8 +86,10 @@ def check_op_compiled(table: ModuleType, inputs: Inputs, backend: str) -> None:
     torch._dynamo.reset()
     counters.clear()
 
+    op = checks.function(table, inputs)
+
     def function(**inputs: Any) -> Any:
-        return table.SPEC.fused(**inputs)
+        return op(**inputs)
 
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     with torch.no_grad():
