@@ -35,6 +35,8 @@ class Specialization(NamedTuple):
     """Dynamic shared memory of a block."""
     prelude: str = ""
     """Generated code that stands before the source."""
+    tensor_maps: bool = False
+    """Its arguments include tensor maps (cuda_maps.py)."""
     cluster: int = 1
     """Blocks of a cluster; more than 8 may find too few neighbouring multiprocessors on some GPUs."""
 
@@ -101,11 +103,29 @@ def _load(special: Specialization, device: torch.device, arch: str) -> Callable[
             programmatic_stream_serialization=True,
         )
 
+    if special.tensor_maps:
+        return _map_launcher(special, kernel, device)
+
     def launcher(grid: int, *args: Any) -> None:
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in args]
         with torch.cuda.device(device):
             stream = Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
             launch(stream, config(grid), kernel, *values)
+
+    return launcher
+
+
+def _map_launcher(special: Specialization, kernel: Any, device: torch.device) -> Callable[..., None]:
+    from cuda.bindings import driver
+
+    from onepass.launch import cuda_maps
+
+    function = driver.CUfunction(int(kernel.handle))  # a CUkernel, which launches take as well
+
+    def launcher(grid: int, *args: Any) -> None:
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device).cuda_stream
+            cuda_maps.launch(function, grid, special.threads, special.shared_bytes, stream, args)
 
     return launcher
 

@@ -65,16 +65,24 @@ def facts(job: Job) -> Facts:
 
 
 def nvidia_facts(cubin: bytes, shared: int) -> Facts:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _cuobjdump("--dump-resource-usage", file.name)
-        sass = _cuobjdump("-sass", file.name)
+    usage, code = _dump(cubin, "--dump-resource-usage"), sass(cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert found, usage
     registers, stack, static, local = map(int, found.groups())
-    opcodes = re.findall(r"\b(?:LDG|STG|LDGSTS)\.[.\w]*", sass)
+    opcodes = re.findall(r"\b(?:LDG|STG|LDGSTS)\.[.\w]*", code)
     return Facts(registers, stack + local, shared + static, tuple(sorted(set(opcodes))))
+
+
+def sass(cubin: bytes) -> str:
+    """A cubin's machine code as text."""
+    return _dump(cubin, "-sass")
+
+
+def _dump(cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _cuobjdump(option, file.name)
 
 
 def _amd_facts(assembly: str, shared: int) -> Facts:
