@@ -206,7 +206,6 @@ def _compiled(
 COMPILED = {
     "silu-bf16": Compiled(_compiled()),
     "silu-bf16-separate": Compiled(_compiled(is_packed=False), archs=(80, 90)),
-    "silu-bf16-many": Compiled(_compiled(num_rows=8192), archs=(90,)),
     "silu-bf16-1536": Compiled(_compiled(n=1536), archs=(90,)),
     "silu-fp16": Compiled(_compiled(FP16), archs=(90,)),
     "silu-fp32": Compiled(_compiled(FP32), archs=(80, 90, "gfx942")),
