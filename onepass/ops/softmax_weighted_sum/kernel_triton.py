@@ -30,14 +30,17 @@ if TYPE_CHECKING:
     from onepass.ops.softmax_weighted_sum.op import Desc, Strides
 
 NUM_WARPS = 4
-SHARED_NUM_WARPS = 8
 
 BLOCK_M = 64
 """Rows of a product, also where there are fewer: a row's bits are then the same in every batch."""
 
+PRODUCT_WARPS = 8
+
 STAGES = 4
-SHARED_STAGES = 3
-"""Blocks of values in flight; of half precision, in products, fewer: shared memory on AMD ends at 64 KB."""
+"""Blocks of values in flight."""
+
+PRODUCT_STAGES = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 3}
+"""The same in products: with one more, float32 runs out of registers, and half precision of shared memory on AMD."""
 
 
 @triton.jit
@@ -135,11 +138,14 @@ def shared_values_kernel(
         shrink = exp2((largest - _centre(grown)) * LOG2_E, PTX)
         weight = exp2((x - _centre(grown)[:, None]) * LOG2_E, PTX)
         total = total * shrink + tl.sum(weight, axis=1)
-        sums = sums * shrink[:, None]
         if INTERPRETED:  # it multiplies bfloat16 wrongly
-            sums += tl.dot(widen(narrow(weight, dtype), False), widen(v, False), input_precision="ieee")
+            sums = sums * shrink[:, None] + tl.dot(widen(narrow(weight, dtype), False), widen(v, False))
+        elif dtype == tl.float32:
+            # A product of its own for each block keeps long sums accurate; as an addition it would be folded into one.
+            product = tl.dot(weight, v, input_precision="ieee")
+            sums = tl.fma(sums, tl.broadcast_to(shrink[:, None], sums.shape), product)
         else:
-            sums = tl.dot(narrow(weight, dtype), v, sums, input_precision="ieee")
+            sums = tl.dot(narrow(weight, dtype), v, sums * shrink[:, None])
         largest = grown
     factor = 1.0 / total
     result = sums * factor[:, None]
@@ -175,9 +181,8 @@ def specialize(desc: Desc, features: Features) -> tuple[Any, Specialization]:
     if desc.shared:
         types = (*pointers, "i64", "i32", "i32", "i32", "i64", "i64", "i64")
         multiples = ((1, 2, 8, 9) if desc.aligned else ()) + ((5,) if whole_vectors else ())
-        stages = STAGES if desc.dtype == torch.float32 else SHARED_STAGES
-        constants = (BLOCK_M, block_n, block_d, stages, features.ptx, pdl)
-        return shared_values_kernel, Specialization(types, constants, multiples, SHARED_NUM_WARPS, pdl)
+        constants = (BLOCK_M, block_n, block_d, PRODUCT_STAGES[desc.dtype], features.ptx, pdl)
+        return shared_values_kernel, Specialization(types, constants, multiples, PRODUCT_WARPS, pdl)
     types = (*pointers, "i32", "i32", "i32", "i64", "i64", "i64", "i64")
     multiples = ((1, 2, 7, 8, 9) if desc.aligned else ()) + ((4,) if whole_vectors else ())
     constants = (block_n, block_d, STAGES, features.ptx, pdl)
