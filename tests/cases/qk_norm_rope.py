@@ -56,7 +56,7 @@ def row_inputs(inputs: Inputs) -> tuple[str, ...]:
 def plain(
     model: Model,
     dtype: torch.dtype = BF16,
-    num_tokens: int = 5,
+    num_tokens: int = 3,
     interleaved: bool = False,
     weight_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     **more: Any,
@@ -93,7 +93,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{name}-fp32", plain(MODELS[name], FP32))
     yield Case("R8-smollm2-fp16", plain(SMOL, FP16))
     yield Case("R3-80-32-fp16-interleaved", plain(MODELS["R3-80-32"], FP16, interleaved=True))
-    yield Case("R1-int32", _changed(plain(SMOL), positions=lambda d: positions(d, 5, torch.int32)))
+    yield Case("R1-int32", _changed(plain(SMOL), positions=lambda d: positions(d, 3, torch.int32)))
     for name, (values, dtype) in BAD.items():
         wrong = _changed(
             plain(MODELS["R3-128-64"], num_tokens=len(values)),
@@ -103,12 +103,12 @@ def _cases() -> Iterator[Case]:
 
     width = 15 * 64
     for name, make in {
-        "N4-slice": lambda d: heads(d, 5, width + 48)[:, 16 : width + 16],
-        "N4-transposed": lambda d: heads(d, width, 5).t(),
-        "N4-every-other-column": lambda d: heads(d, 5, 2 * width)[:, ::2],
-        "N4-expanded": lambda d: heads(d, 1, width).expand(5, width),
-        "N7-offset-1": lambda d: heads(d, 5 * width + 1)[1:].view(5, width),
-        "N7-odd-stride": lambda d: heads(d, 5, width + 1)[:, 1:],
+        "N4-slice": lambda d: heads(d, 3, width + 48)[:, 16 : width + 16],
+        "N4-transposed": lambda d: heads(d, width, 3).t(),
+        "N4-every-other-column": lambda d: heads(d, 3, 2 * width)[:, ::2],
+        "N4-expanded": lambda d: heads(d, 1, width).expand(3, width),
+        "N7-offset-1": lambda d: heads(d, 3 * width + 1)[1:].view(3, width),
+        "N7-odd-stride": lambda d: heads(d, 3, width + 1)[:, 1:],
     }.items():
         yield Case(name, _changed(plain(SMOL), qkv=make))
     yield Case("N4-weights-strided", _changed(plain(SMOL), k_weight=lambda d: weight(d, 128)[::2]))
@@ -146,9 +146,9 @@ def overload_calls(device: torch.device) -> Iterator[tuple[str, object, tuple[ob
     inputs = plain(Model(3, 2, 16, 8))(device)
     names = ("qkv", "q_weight", "k_weight", "cos_sin_cache", "positions", "num_q_heads", "num_kv_heads", "head_dim")
     args = tuple(inputs[name] for name in names)
-    q, k, v = (torch.empty(5, n, 16, dtype=BF16, device=device) for n in (3, 2, 2))
+    q, k, v = (torch.empty(3, n, 16, dtype=BF16, device=device) for n in (3, 2, 2))
     yield "qk_norm_rope", ops.qk_norm_rope.default, (*args, 1e-6, 0.0, False, False)
-    strided = (heads(device, 5, 224)[:, ::2], *args[1:])
+    strided = (heads(device, 3, 224)[:, ::2], *args[1:])
     yield "qk_norm_rope-strided", ops.qk_norm_rope.default, (*strided, 1e-5, 1.0, True, True)
     yield "qk_norm_rope_out", ops.qk_norm_rope_out.default, (*args, 1e-6, 0.0, False, False, q, k, v)
     yield "qk_norm_rope_out-no-v", ops.qk_norm_rope_out.default, (*args, 1e-6, 0.0, False, False, q, k, None)

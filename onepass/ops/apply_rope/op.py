@@ -145,9 +145,9 @@ def _check(
 
 
 def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
-    (interleaved,) = values
+    interleaved, validate = values
     q, k, cache, positions, *outputs = tensors
-    _check(q, k, cache, positions, interleaved, False, *outputs)
+    _check(q, k, cache, positions, interleaved, validate, *outputs)
     assert q is not None
     assert k is not None
     assert cache is not None
@@ -183,7 +183,7 @@ def _run_on_copies(
 def _kernel(
     q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, interleaved: bool, validate: bool
 ) -> tuple[Tensor, Tensor]:
-    plan = _plans.find((interleaved,), (q, k, cos_sin_cache, positions))
+    plan = _plans.find((interleaved, validate), (q, k, cos_sin_cache, positions))
     if validate:
         check_positions(_OP, cos_sin_cache, positions)
     q_out, k_out = contiguous_like(q), contiguous_like(k)
@@ -201,7 +201,7 @@ def _kernel_out(
     q_out: Tensor,
     k_out: Tensor,
 ) -> None:
-    plan = _plans.find((interleaved,), (q, k, cos_sin_cache, positions, q_out, k_out))
+    plan = _plans.find((interleaved, validate), (q, k, cos_sin_cache, positions, q_out, k_out))
     if validate:
         check_positions(_OP, cos_sin_cache, positions)
     others = {"cos_sin_cache": cos_sin_cache, "positions": positions}

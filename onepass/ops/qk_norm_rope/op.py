@@ -209,10 +209,10 @@ def _fresh(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
-    num_q_heads, num_kv_heads, head_dim, eps, weight_offset, interleaved = values
+    num_q_heads, num_kv_heads, head_dim, eps, weight_offset, interleaved, validate = values
     qkv, q_weight, k_weight, cache, positions, *outputs = tensors
     inputs, sizes = (qkv, q_weight, k_weight, cache, positions), (num_q_heads, num_kv_heads, head_dim)
-    _check(*inputs, *sizes, eps, weight_offset, interleaved, False, *outputs)
+    _check(*inputs, *sizes, eps, weight_offset, interleaved, validate, *outputs)
     assert qkv is not None
     assert cache is not None
     assert positions is not None
@@ -276,7 +276,7 @@ def _kernel(
     interleaved: bool,
     validate: bool,
 ) -> tuple[Tensor, Tensor]:
-    values = (num_q_heads, num_kv_heads, head_dim, eps, weight_offset, interleaved)
+    values = (num_q_heads, num_kv_heads, head_dim, eps, weight_offset, interleaved, validate)
     inputs = (qkv, q_weight, k_weight, cos_sin_cache, positions)
     plan = _plans.find(values, inputs)
     if validate:
@@ -303,7 +303,7 @@ def _kernel_out(
     k_out: Tensor,
     v_out: Tensor | None,
 ) -> None:
-    values = (num_q_heads, num_kv_heads, head_dim, eps, weight_offset, interleaved)
+    values = (num_q_heads, num_kv_heads, head_dim, eps, weight_offset, interleaved, validate)
     inputs = (qkv, q_weight, k_weight, cos_sin_cache, positions)
     plan = _plans.find(values, (*inputs, q_out, k_out, v_out))
     if validate:

@@ -135,9 +135,9 @@ def _check(
 
 
 def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
-    eps, weight_offset, interleaved = values
+    eps, weight_offset, interleaved, validate = values
     x, weight, cache, positions, *outputs = tensors
-    _check(x, weight, cache, positions, eps, weight_offset, interleaved, False, *outputs)
+    _check(x, weight, cache, positions, eps, weight_offset, interleaved, validate, *outputs)
     assert x is not None
     assert cache is not None
     assert positions is not None
@@ -178,7 +178,7 @@ def _kernel(
     interleaved: bool,
     validate: bool,
 ) -> Tensor:
-    plan = _plans.find((eps, weight_offset, interleaved), (x, weight, cos_sin_cache, positions))
+    plan = _plans.find((eps, weight_offset, interleaved, validate), (x, weight, cos_sin_cache, positions))
     if validate:
         check_positions(_OP, cos_sin_cache, positions)
     out = contiguous_like(x)
@@ -197,7 +197,7 @@ def _kernel_out(
     validate: bool,
     out: Tensor,
 ) -> None:
-    plan = _plans.find((eps, weight_offset, interleaved), (x, weight, cos_sin_cache, positions, out))
+    plan = _plans.find((eps, weight_offset, interleaved, validate), (x, weight, cos_sin_cache, positions, out))
     if validate:
         check_positions(_OP, cos_sin_cache, positions)
     others = {"weight": weight, "cos_sin_cache": cos_sin_cache, "positions": positions}
