@@ -16,6 +16,7 @@ from onepass.launch.cpu_vector import (
     multiply_add,
     polynomial,
     splat,
+    where_less,
 )
 
 # e^-x: Cody and Waite's two-part ln 2 (Software Manual for the Elementary Functions, 1980); the high part has 9
@@ -131,6 +132,19 @@ def gelu(out: Any, x: Any) -> Any:
     """x · Φ(x), GELU with erf."""
     s = multiply_add(minimum(x * x, splat(_GELU_LAST)), splat(_GELU_SCALE), splat(-1.0))
     return times_logistic(out, x, x * _gelu_slope(s))
+
+
+# Moshier, Cephes library, tanhf: (tanh x - x) / x^3 below 0.625, highest power of x^2 first.
+_tanh_cubic = polynomial(-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+
+
+@inline
+def tanh(x: Any) -> Any:
+    """tanh within 2 ulp; NaN stays."""
+    square = x * x
+    near = multiply_add(_tanh_cubic(square) * square, x, x)
+    far = splat(2.0) / (splat(1.0) + exp_minus(x + x)) - splat(1.0)
+    return where_less(square, splat(0.625 * 0.625), near, far)
 
 
 @inline

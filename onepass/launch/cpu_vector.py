@@ -99,7 +99,8 @@ for _function, _instruction in (
     _register_operator(_function, _instruction)
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+def spread(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """A scalar in all lanes."""
     undefined = ir.Constant(lanes_of(scalar.type), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, constant(I32, 0))
@@ -117,7 +118,7 @@ def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) 
 def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """The mask of the first `count` lanes."""
     order = ir.Constant(lanes_of(I32), list(range(LANES)))
-    return builder.icmp_unsigned("<", order, _splat(builder, builder.trunc(count, I32)))
+    return builder.icmp_unsigned("<", order, spread(builder, builder.trunc(count, I32)))
 
 
 @intrinsic
@@ -145,7 +146,7 @@ def splat(typingctx: Any, value: Any) -> Any:
     """A number, rounded to float32, in all lanes."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        return _splat(builder, builder.fptrunc(args[0], F32))
+        return spread(builder, builder.fptrunc(args[0], F32))
 
     return vector32(types.float64), generate
 
@@ -220,7 +221,7 @@ def polynomial(*coefficients: float) -> Any:
     @intrinsic
     def evaluate(typingctx: Any, x: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-            value, *rest = (_splat(builder, builder.fptrunc(ir.Constant(F64, c), F32)) for c in coefficients)
+            value, *rest = (spread(builder, builder.fptrunc(ir.Constant(F64, c), F32)) for c in coefficients)
             for coefficient in rest:
                 value = _multiply_add(builder, value, args[0], coefficient)
             return value
@@ -248,6 +249,16 @@ def minimum(typingctx: Any, a: Any, b: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *args), args[1], args[0])
 
     return vector32(vector32, vector32), generate
+
+
+@intrinsic
+def where_less(typingctx: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
+    """`then` in the lanes where a < b, else `otherwise`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.select(builder.fcmp_ordered("<", *args[:2]), *args[2:])
+
+    return vector32(vector32, vector32, vector32, vector32), generate
 
 
 @intrinsic
