@@ -55,8 +55,8 @@ def read(run: Run) -> Iterator[str]:
 def bound(rows: Sequence[Row], machine: Machine, peak_tbps: float, tiny_us: float) -> str:
     """What bounds a case: LAUNCH, CACHE, MEMORY or OTHER.
 
-    `peak_tbps` is the fastest copy of its kind in this run, `tiny_us` the smallest kernel. Launch-bound: even a
-    copy spends more than half of its time on something else than moving bytes, and is short enough that the
+    `peak_tbps` is the fastest copy (or read) of its kind in this run, `tiny_us` the smallest kernel. Launch-bound: even
+    a copy spends more than half of its time on something else than moving bytes, and is short enough that the
     smallest kernel is felt in it. Otherwise cache-bound where what is read and written fits the last-level cache,
     else memory-bound; but neither where nobody comes near a copy: then arithmetic or latency is in the way.
     """
@@ -126,8 +126,11 @@ def _headline(rows: Case) -> Iterator[str]:
     for other in (eager, compiled):
         if other is not None:
             parts.append(f"{other.provider} {_us(other)} ({figure(_times(other).p50 / _times(own).p50)}×)")
-    text = ", ".join(parts) + f". The floor is {duration(own.copy_us)}, what a copy of the same bytes takes here: "
-    text += f"{own.provider} is at {own.copy_share:.0%} of a copy's speed."
+    text = (
+        ", ".join(parts)
+        + f". The floor is {duration(own.copy_us)}, what a {own.ceiling} of the same bytes takes here: "
+    )
+    text += f"{own.provider} is at {own.copy_share:.0%} of a {own.ceiling}'s speed."
     if eager is not None and own.min_bytes:
         text += (
             f" Eager moves {bytes_text(eager.model_bytes)} where {bytes_text(own.min_bytes)} are needed:"
@@ -141,7 +144,10 @@ def _bounds(cases: list[Case], machine: Machine, ceilings: Ceilings) -> Iterator
     # A CPU's small tensors stay in its cache, so their copies are held against copies there.
     copies = [rows[0] for rows in cases if rows[0].copy_us and _fits(rows[0], machine)]
     in_cache = [row.min_bytes / row.copy_us / 1e6 for row in copies if row.copy_us] if machine.device == "cpu" else []
-    peak_tbps = max([ceilings.cache_copy_tbps, *in_cache]) if machine.device == "cpu" else ceilings.copy_tbps
+    ceiling = cases[0][0].ceiling
+    from_memory = ceilings.read_tbps if ceiling == "read" else ceilings.copy_tbps
+    from_cache = ceilings.read_tbps if ceiling == "read" else ceilings.cache_copy_tbps
+    peak_tbps = max([from_cache, *in_cache]) if machine.device == "cpu" else from_memory
     kinds: dict[str, list[Case]] = {}
     for rows in cases:
         kinds.setdefault(bound(rows, machine, peak_tbps, ceilings.tiny_kernel_us), []).append(rows)
@@ -149,11 +155,12 @@ def _bounds(cases: list[Case], machine: Machine, ceilings: Ceilings) -> Iterator
     start = "a kernel" if gpu else "a call"
     cold = "; measured cold, as after other layers" if gpu else ""
     why = {
-        LAUNCH: f"starting {start} takes longer than moving the bytes, even for a copy. The floor is the smallest "
+        LAUNCH: f"starting {start} takes longer than moving the bytes, even for a {ceiling}. The floor is the smallest "
         f"{'kernel' if gpu else 'call'}, {duration(ceilings.tiny_kernel_us)}",
         CACHE: f"input and output fit the last-level cache of {bytes_text(machine.cache_bytes)}{cold}",
-        MEMORY: f"a copy reaches {figure(ceilings.copy_tbps * 1000)} GB/s here, and one pass cannot beat it",
-        OTHER: "a copy is more than twice as fast as the best provider: arithmetic or latency is in the way, not bytes",
+        MEMORY: f"a {ceiling} reaches {figure(from_memory * 1000)} GB/s here, and one pass cannot beat it",
+        OTHER: f"a {ceiling} is more than twice as fast as the best provider: arithmetic or latency is in the way, "
+        "not bytes",
     }
     for kind in (LAUNCH, CACHE, MEMORY, OTHER):
         if kind in kinds:
@@ -162,7 +169,7 @@ def _bounds(cases: list[Case], machine: Machine, ceilings: Ceilings) -> Iterator
 
 
 def _share(own: Row | None) -> str:
-    return f" ({own.copy_share:.0%} of a copy)" if own is not None and own.copy_share else ""
+    return f" ({own.copy_share:.0%} of a {own.ceiling})" if own is not None and own.copy_share else ""
 
 
 def _page_faults(cases: list[Case]) -> Iterator[str]:

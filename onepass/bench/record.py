@@ -60,7 +60,8 @@ class Row:
     `min_bytes` is what any implementation must move; `model_bytes` is what this one moves if every kernel of it
     reads its inputs and writes its outputs once. `bandwidth_tbps` is model_bytes over the kernel time.
     `copy_us` is a copy that moves min_bytes, read and written together, timed in the same run and the same way;
-    `copy_share` is that time over the kernel time: 1 is a copy's speed. `tensor_bytes` is the size of the main input.
+    `copy_share` is that time over the kernel time: 1 is a copy's speed. Where `ceiling` is "read" both are of a read of
+    min_bytes instead. `tensor_bytes` is the size of the main input.
     `call_us` is the time as a user makes it, `host_us` the part of it that Python takes; on a CPU there is only one
     time, `kernel_us`. `page_faults` counts a call's. `speedup` is over 'eager' in kernel time, `call_speedup` in
     call time, `warm_speedup` over 'eager, warm heap'.
@@ -94,6 +95,7 @@ class Row:
     bandwidth_tbps: float | None = None
     copy_us: float | None = None
     copy_share: float | None = None
+    ceiling: str = "copy"
     speedup: float | None = None
     call_speedup: float | None = None
     warm_speedup: float | None = None

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from onepass import dispatch
 from onepass.bench.check import Truth, Verdict, main_tensor
-from onepass.bench.copying import copy_calls
+from onepass.bench.copying import copy_calls, read_calls
 from onepass.bench.machine import cache_bytes, free_memory
 from onepass.bench.measure import Call, Measured, Timer, WallTimer
 from onepass.bench.providers import EAGER, EAGER_WARM, Function, Provider, failures, providers_for, short_reason
@@ -111,7 +111,7 @@ class _Comparison:
             if provider.name.startswith("onepass") and row.status == "ok":
                 row = replace(row, backend=self._backend())
             rows[provider.name] = row
-        copies = self._copy_timers()
+        copies = self._ceiling_timers()
         self._measure(timers, copies)
         rotated = sum(tensor_bytes(*_tensors(i), *_tensors(o)) for i, o in zip(self._inputs, self._outs, strict=True))
         for name, timer in timers.items():
@@ -148,15 +148,15 @@ class _Comparison:
             case.device, [bind(function, i, o) for i, o in zip(_own(self._inputs, provider), outs, strict=True)]
         )
 
-    def _copy_timers(self) -> list[Timer]:
-        """Copies that move as many bytes as the op must: half of them read, half of them written."""
-        sources = []
+    def _ceiling_timers(self) -> list[Timer]:
+        """Copies that move as many bytes as the op must, half of them read, half of them written; or reads of them."""
+        spec, device, sources = self._case.spec, self._case.device, []
         for inputs in self._inputs:
             main = main_tensor(inputs).reshape(-1)
-            count = max(1, self._case.spec.bytes_moved(inputs) // 2 // main.element_size())
-            sources.append(main.repeat(math.ceil(count / main.numel()))[:count])
-        device = self._case.device
-        return [make_timer(device, calls) for calls in copy_calls(device, sources)]
+            count = spec.bytes_moved(inputs) // (2 if spec.ceiling == "copy" else 1) // main.element_size()
+            sources.append(main.repeat(math.ceil(max(1, count) / main.numel()))[: max(1, count)])
+        of_kind = copy_calls if spec.ceiling == "copy" else read_calls
+        return [make_timer(device, calls) for calls in of_kind(device, sources)]
 
     def _measure(self, timers: dict[str, Timer], copies: list[Timer]) -> None:
         seconds = SECONDS_A_PROVIDER.get(self._case.device.type, 0.3) / ROUNDS
@@ -249,7 +249,8 @@ def _filled(row: Row, measured: Measured, rotated_bytes: int) -> Row:
 
 def _blank(case: Case, provider: Provider, inputs: Inputs | None = None) -> Row:
     spec = case.spec
-    row = Row(spec.op, case.shape, dtype_name(case.dtype), case.device.type, case.data, provider.name, status="ok")
+    shape, dtype = case.shape, dtype_name(case.dtype)
+    row = Row(spec.op, shape, dtype, case.device.type, case.data, provider.name, "ok", ceiling=spec.ceiling)
     if inputs is None:
         return row
     least = spec.bytes_moved(inputs)

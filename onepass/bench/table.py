@@ -35,9 +35,9 @@ def print_run(run: Run, console: Console) -> None:
     gpu = run.machine.device != "cpu"
     kernel = "kernel: the device's time, from a CUDA graph. call: as Python makes it, back to back. " if gpu else ""
     baseline = "" if gpu else " vs warm: over eager on a warm heap."
-    legend = (
-        f"{kernel}Medians in µs. vs eager: speed-up in {'kernel time' if gpu else 'time'}.{baseline} "
-        "of copy: share of a copy's speed, measured in the same run."
+    ceilings = dict.fromkeys(row.ceiling for row in run.rows)
+    legend = f"{kernel}Medians in µs. vs eager: speed-up in {'kernel time' if gpu else 'time'}.{baseline} " + " ".join(
+        f"of {c}: share of a {c}'s speed, measured in the same run." for c in ceilings
     )
     console.print(Text(legend, style="dim"))
 
@@ -72,11 +72,11 @@ def print_case(rows: Sequence[Row], console: Console) -> None:
 
 
 def case_title(row: Row) -> str:
-    """Shape, dtype, size of the main tensor and its copy."""
+    """Shape, dtype, size of the main tensor and the copy or read it is held against."""
     shape = "×".join(map(str, row.shape))
     data = "" if row.data == "random" else f", {row.data}"
     size = f", {bytes_text(row.tensor_bytes)}" if row.tensor_bytes else ""
-    copy = f", copy {duration(row.copy_us)}" if row.copy_us else ""
+    copy = f", {row.ceiling} {duration(row.copy_us)}" if row.copy_us else ""
     return f"{shape} {row.dtype}{size}{copy}{data}"
 
 
@@ -113,7 +113,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
         _Column("p20–p80", lambda r: spread(r.kernel_us), 6),
         _Column("p99", lambda r: figure(r.kernel_us.p99 if r.kernel_us else None), 7),
         _Column("vs eager", lambda r: figure(r.speedup, "×"), 1),
-        _Column("of copy", lambda r: f"{r.copy_share:.0%}" if r.copy_share else "–", 2),
+        _Column(f"of {rows[0].ceiling}", lambda r: f"{r.copy_share:.0%}" if r.copy_share else "–", 2),
     ]
     if gpu:
         columns += [

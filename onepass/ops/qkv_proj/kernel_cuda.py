@@ -69,6 +69,7 @@ def specialize(desc: Desc, multiprocessors: int) -> Specialization:
         ("NT", columns),
         ("WARPS", WARPS),
         ("STAGES", min(stages, -(-desc.hidden_size // (32 * WARPS)))),
+        ("BLOCKS", 1),
         ("EARLY", 1),
     )
     shared_bytes = 4 * WARPS * columns * (128 * tiles + 8)

@@ -12,17 +12,31 @@ from onepass.ops.qkv_proj.reference import qkv_proj as reference
 from onepass.ops.rope_spec import cos_sin_table
 from onepass.ops.spec import Inputs, OpSpec, tensor_bytes
 
-LLAMA_3_8B = (4096, 32, 8, 128)
-SMOLLM2_135M = (576, 9, 3, 64)
-"""hidden_size, num_q_heads, num_kv_heads, head_dim."""
+LLAMA_3_8B, SMOLLM2_135M = 4096, 576
+HEADS = {LLAMA_3_8B: (32, 8, 128), SMOLLM2_135M: (9, 3, 64)}
+"""num_q_heads, num_kv_heads and head_dim of the models that a hidden_size stands for."""
 
 MAX_POSITION = 8192
 PAGE_SIZE = 16
 
 
 def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """[num_tokens, hidden_size] of a model of `HEADS`, or of one with four q heads."""
+    num_tokens, hidden_size = shape
+    return layer_inputs(num_tokens, hidden_size, *HEADS.get(hidden_size, (4, 2, 32)), dtype, device, seed)
+
+
+def layer_inputs(
+    num_tokens: int,
+    hidden_size: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Inputs:
     """Random x, weights and positions, everything a Llama layer does, and slots all over the cache."""
-    num_tokens, hidden_size, num_q_heads, num_kv_heads, head_dim = shape
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -123,8 +137,8 @@ def flops(inputs: Inputs) -> int:
 SPEC = OpSpec(
     op="qkv_proj",
     shapes=(
-        *((num_tokens, *LLAMA_3_8B) for num_tokens in (1, 16, 64, 4096, 8192)),
-        *((num_tokens, *SMOLLM2_135M) for num_tokens in (1, 64)),
+        *((num_tokens, LLAMA_3_8B) for num_tokens in (1, 16, 64, 4096, 8192)),
+        *((num_tokens, SMOLLM2_135M) for num_tokens in (1, 64)),
     ),
     make_inputs=make_inputs,
     fused=qkv_proj,

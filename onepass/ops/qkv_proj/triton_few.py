@@ -114,8 +114,12 @@ def few_tokens_kernel(
             sums += widen(w, PTX) * wide
         elif INTERPRETED:
             sums += tl.dot(widen(w, False), tl.trans(widen(x, False)), input_precision="ieee")
+        elif dtype == tl.float32:
+            # Summed block by block: one chain of additions over all of K errs too much. An fma, as the compiler would
+            # make one chain of a plain sum.
+            sums = tl.fma(tl.dot(w, tl.trans(x), input_precision="ieee"), tl.full(sums.shape, 1.0, tl.float32), sums)
         else:
-            sums = tl.dot(w, tl.trans(x), sums, input_precision="ieee")
+            sums = tl.dot(w, tl.trans(x), sums)
     if TOKENS == 1:
         sums = tl.sum(sums, axis=1, keep_dims=True)
     if norm_ptr is not None:
