@@ -140,7 +140,7 @@ def check_outputs(op: str, outputs: dict[str, torch.Tensor], **inputs: torch.Ten
     Raises:
         ArgumentValueError: as `check_output`, or two outputs share memory.
     """
-    if _clearly_apart(tuple(outputs.values()), tuple(inputs.values())):
+    if clearly_apart(tuple(outputs.values()), tuple(inputs.values())):
         return
     names = list(outputs)
     for i, (name, out) in enumerate(outputs.items()):
@@ -150,8 +150,8 @@ def check_outputs(op: str, outputs: dict[str, torch.Tensor], **inputs: torch.Ten
                 raise ArgumentValueError(op, name, f"memory apart from '{other}'", f"an overlap with '{other}'")
 
 
-def _clearly_apart(outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether contiguous extents show at once that outputs are apart from each other, and from each input or it."""
+def clearly_apart(outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether extents show at once that contiguous outputs are apart from each other, and from each input or it."""
     taken: list[tuple[int, int, torch.Tensor]] = []
     for out in outputs:
         if not out.is_contiguous():
@@ -165,10 +165,7 @@ def _clearly_apart(outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor
     for value in inputs:
         if value is None:
             continue
-        if not value.is_contiguous():
-            return False
-        first = value.data_ptr()
-        end = first + value.nbytes
+        first, end = _extent(value)
         for other_first, other_end, out in taken:
             if first < other_end and other_first < end and value is not out and not _same_elements(value, out):
                 return False

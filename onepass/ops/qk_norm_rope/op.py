@@ -29,7 +29,7 @@ from onepass.ops.rope_call import (
     needs_copy,
     plan_call,
 )
-from onepass.ops.rows import aligned_16
+from onepass.ops.rows import aligned_16, clearly_apart
 
 _OP = "qk_norm_rope"
 _UNFUSED = "split, torch.nn.functional.rms_norm and q * cos + rotate_half(q) * sin"
@@ -324,6 +324,8 @@ def _check_memory(
     outputs = {"q_out": q_out, "k_out": k_out}
     if v_out is not None:
         outputs["v_out"] = v_out
+    if clearly_apart(tuple(outputs.values()), (qkv, *others)):
+        return
     num_q_heads, num_kv_heads, head_dim = sizes
     parts = qkv.split((num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim), dim=1)
     counts = (num_q_heads, num_kv_heads, num_kv_heads)
