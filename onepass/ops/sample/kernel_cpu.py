@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from torch import Tensor
 
 from onepass.launch import cpu
@@ -31,7 +31,7 @@ from onepass.launch.cpu_vector import (
     intrinsic,
     lanes_of,
     maximum,
-    multiply_add,
+    polynomial,
     splat,
     vector32,
 )
@@ -48,8 +48,11 @@ _BLOCK = 1024
 _FIRST_SHIFT, _SECOND_SHIFT = 21, 10
 _FIRST_BINS, _BINS = 512, 2048
 
+# Called in many places: compiled once, not into each of them.
+_function: Any = njit(error_model="numpy")
+
 _LOG2_E = np.float32(1.0 / math.log(2.0))
-_POWERS = fixed_point.POLYNOMIAL
+_power = polynomial(*fixed_point.POLYNOMIAL)
 _MASK = 0xFFFFFFFF
 
 
@@ -92,8 +95,10 @@ def _codes(typingctx: Any, octaves: Any, x: Any, largest: Any, address: Any) -> 
         code = builder.fptosi(scaled, lanes_of(I32))
         code = builder.select(builder.fcmp_ordered("==", x, largest), constant(I32, 0), code)
         builder.store(code, builder.inttoptr(address, code.type.as_pointer()), align=4)
-        fraction = builder.sitofp(builder.and_(code, constant(I32, 2**CODE_BITS - 1)), lanes_of(F32))
-        return builder.fsub(builder.fmul(fraction, constant(F32, 2.0**-CODE_BITS)), constant(F32, 0.5))
+        # The bits of a float in [1, 2) are those of its fraction.
+        fraction = builder.and_(builder.lshr(code, constant(I32, 1)), constant(I32, 2 ** (CODE_BITS - 1) - 1))
+        upper = builder.bitcast(builder.or_(fraction, constant(I32, 0x3F800000)), lanes_of(F32))
+        return builder.fsub(upper, constant(F32, 1.5))
 
     return vector32(vector32, vector32, vector32, types.int64), generate
 
@@ -104,7 +109,8 @@ def _weights(typingctx: Any, power: Any, codes: Any, address: Any, dropped: Any)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         power, codes, address, dropped = args
-        mantissa = builder.fptosi(builder.fmul(power, constant(F32, 2.0**24)), lanes_of(I32))
+        # The bits of a power in [1/2, 1] count up from 1/2.
+        mantissa = builder.sub(builder.bitcast(power, lanes_of(I32)), constant(I32, 0x3E800000))
         code = builder.load(builder.inttoptr(codes, lanes_of(I32).as_pointer()), align=4)
         octave = builder.zext(builder.lshr(code, constant(I32, CODE_BITS)), lanes_of(I64))
         undefined = ir.Constant(lanes_of(I64), ir.Undefined)
@@ -168,13 +174,7 @@ def _encode(x_row: Any, start: int, end: int, largest: Any, scale: Any, dropped:
     for i in range(start, end, 16):
         x = _below_infinity(load_first(x_row, i, min(end - i, 16)), 16)
         at = i - start
-        g = _codes((top - x) * factor, x, top, codes + 4 * at)
-        power = multiply_add(splat(_POWERS[0]), g, splat(_POWERS[1]))
-        power = multiply_add(power, g, splat(_POWERS[2]))
-        power = multiply_add(power, g, splat(_POWERS[3]))
-        power = multiply_add(power, g, splat(_POWERS[4]))
-        power = multiply_add(power, g, splat(_POWERS[5]))
-        power = multiply_add(power, g, splat(_POWERS[6]))
+        power = _power(_codes((top - x) * factor, x, top, codes + 4 * at))
         _weights(power, codes + 4 * at, weights + 8 * at, dropped)
 
 
@@ -205,6 +205,26 @@ def _random_part(total: Any, seed: Any, row: Any, offset: Any) -> Any:
 
 
 @inline
+def _weight_of(code: int, row: Any, buffers: Any) -> Any:
+    """One code's weight, by way of the buffers."""
+    codes, weights = buffers[0], buffers[1]
+    codes[:16] = code
+    power = _power(splat(((code & (2**CODE_BITS - 1)) >> 1) * 2.0 ** (1 - CODE_BITS) - 0.5))
+    _weights(power, codes.ctypes.data, weights.ctypes.data, row[4])
+    return weights[0]
+
+
+@_function
+def _block(row: Any, block: int, buffers: Any) -> Any:
+    """Fill the buffers with the codes and weights of a block of the row; where it begins and ends."""
+    x_row, n, largest, scale, dropped = row
+    start = block * _BLOCK
+    end = min(start + _BLOCK, n)
+    _encode(x_row, start, end, largest, scale, dropped, buffers[0].ctypes.data, buffers[1].ctypes.data)
+    return start, end
+
+
+@inline
 def _reach(bins: Any, target: int, below: int) -> Any:
     """The first bin with which the sum reaches the target, and the sum before it."""
     at = 0
@@ -214,33 +234,17 @@ def _reach(bins: Any, target: int, below: int) -> Any:
     return at, below
 
 
-@inline
-def _find(
-    x_row: Any,
-    n: int,
-    largest: Any,
-    scale: Any,
-    dropped: int,
-    codes: Any,
-    weights: Any,
-    bins: Any,
-    near_codes: Any,
-    near_amounts: Any,
-    by_weight: bool,
-    target: int,
-    limit: int,
-    tie_weight: int,
-) -> Any:
-    """The smallest code with at least `target` tokens (or weight) at or below it, how many (how much) lie below it,
-    and one token's weight.
+@_function
+def _find(row: Any, num_blocks: int, buffers: Any, by_weight: bool, target: int, limit: int, tie_weight: int) -> Any:
+    """The smallest code with at least `target` tokens (or weight) at or below it, and how many (how much) lie below it.
 
     Only codes below `limit` count; by weight, `tie_weight` more counts as of the code `limit`.
     """
+    codes, weights, bins, near_codes, near_amounts = buffers
     bins[:_FIRST_BINS] = 0
     bins[limit >> _FIRST_SHIFT] = tie_weight
-    for start in range(0, n, _BLOCK):
-        end = min(start + _BLOCK, n)
-        _encode(x_row, start, end, largest, scale, dropped, codes.ctypes.data, weights.ctypes.data)
+    for block in range(num_blocks):
+        start, end = _block(row, block, buffers)
         for i in range(end - start):
             if codes[i] < limit:
                 bins[codes[i] >> _FIRST_SHIFT] += weights[i] if by_weight else 1
@@ -248,9 +252,8 @@ def _find(
 
     near_codes[0], near_amounts[0] = limit, tie_weight
     num_near = 1 if limit >> _FIRST_SHIFT == first else 0
-    for start in range(0, n, _BLOCK):
-        end = min(start + _BLOCK, n)
-        _encode(x_row, start, end, largest, scale, dropped, codes.ctypes.data, weights.ctypes.data)
+    for block in range(num_blocks):
+        start, end = _block(row, block, buffers)
         for i in range(end - start):
             # Always written, kept only where it is wanted: no branch to guess.
             near_codes[num_near], near_amounts[num_near] = codes[i], weights[i] if by_weight else 1
@@ -267,6 +270,83 @@ def _find(
             bins[near_codes[i] & ((1 << _SECOND_SHIFT) - 1)] += near_amounts[i]
     third, below = _reach(bins, target, below)
     return (prefix << _SECOND_SHIFT) + third, below
+
+
+@inline
+def _limit(row: Any, num_blocks: int, buffers: Any, top_k: int, top_p: Any) -> Any:
+    """Kept are the codes below `limit`, and of those equal to it the first `ties`; one of them weighs `tie_weight`."""
+    codes, weights = buffers[0], buffers[1]
+    limit, ties, tie_weight = CODE_END + 1, 0, 0
+    if 1 < top_k < row[1]:
+        limit, below = _find(row, num_blocks, buffers, False, top_k, limit, 0)
+        ties = top_k - below
+        tie_weight = _weight_of(limit, row, buffers)
+    if not top_p >= 1.0:
+        total = ties * tie_weight
+        for block in range(num_blocks):
+            start, end = _block(row, block, buffers)
+            for i in range(end - start):
+                total += weights[i] if codes[i] < limit else 0
+        target = _times_fraction(total, top_p)
+        found, below = _find(row, num_blocks, buffers, True, target, limit, ties * tie_weight)
+        tie_weight = _weight_of(found, row, buffers)
+        wanted = max((target - below + tie_weight - 1) // max(tie_weight, 1), 1)
+        ties = min(wanted, ties) if found == limit else wanted
+        limit = found
+    return limit, ties, tie_weight
+
+
+@inline
+def _kept(
+    row: Any, buffers: Any, sums: Any, seen_before: Any, limit: int, ties: int, tie_weight: int, least: int
+) -> Any:
+    """The weight of all that is kept; block by block to `sums`, with the ties before each in `seen_before`."""
+    codes, weights = buffers[0], buffers[1]
+    total, seen = 0, 0
+    for block in range(len(sums)):
+        start, end = _block(row, block, buffers)
+        amount, equal = 0, 0
+        for i in range(end - start):
+            amount += weights[i] if (codes[i] < limit) & (weights[i] >= least) else 0
+            equal += codes[i] == limit
+        amount += min(equal, max(ties - seen, 0)) * tie_weight
+        sums[block], seen_before[block] = amount, seen
+        total += amount
+        seen += equal
+    return total
+
+
+@inline
+def _drawn(
+    row: Any, buffers: Any, sums: Any, seen_before: Any, limit: int, ties: int, tie_weight: int, least: int, part: int
+) -> Any:
+    """The first index where the running sum of what is kept exceeds `part`."""
+    codes, weights = buffers[0], buffers[1]
+    before, block = 0, 0
+    while before + sums[block] <= part:
+        before += sums[block]
+        block += 1
+    start, end = _block(row, block, buffers)
+    seen = seen_before[block]
+    for i in range(end - start):
+        if codes[i] < limit:
+            before += weights[i] if weights[i] >= least else 0
+        elif codes[i] == limit:
+            before += tie_weight if seen < ties else 0
+            seen += 1
+        if before > part:
+            return start + i
+    return 0
+
+
+@inline
+def _float_of(address: int, at: int, number: float) -> Any:
+    return _float32_at(address, at) if address != 0 else np.float32(number)
+
+
+@inline
+def _integer_of(address: int, at: int, number: int) -> Any:
+    return _int64_at(address, at) if address != 0 else number
 
 
 @cpu.kernel
@@ -302,124 +382,50 @@ def sample_kernel(
     counter: int,
 ) -> None:
     """Addresses of absent tensors are 0."""
-    codes, weights = np.empty(_BLOCK + 16, np.int32), np.empty(_BLOCK + 16, np.int64)
     num_blocks = -(-n // _BLOCK)
-    sums, block_ties = np.empty(num_blocks, np.int64), np.empty(num_blocks, np.int64)
-    bins = np.empty(_BINS, np.int64)
-    # Touched only where a row has a limit.
-    near_codes, near_amounts = np.empty(n + 2, np.int32), np.empty(n + 2, np.int64)
-    row = take(counter, chunk)
-    last_row = row + chunk
-    while row < num_rows:
-        temperature = np.float32(temperature_number)
-        if temperatures != 0:
-            temperature = _float32_at(temperatures, row * temperature_step)
-        top_k = top_k_number
-        if top_ks != 0:
-            at = row * top_k_step
-            top_k = _int64_at(top_ks, at) if wide_top_k else int(_int32_at(top_ks, at))
-        top_p = np.float32(top_p_number)
-        if top_ps != 0:
-            top_p = _float32_at(top_ps, row * top_p_step)
-        min_p = np.float32(min_p_number)
-        if min_ps != 0:
-            min_p = _float32_at(min_ps, row * min_p_step)
-        seed = _int64_at(seeds, row * seed_step) if seeds != 0 else seed_number
-        offset = _int64_at(offsets, row * offset_step) if offsets != 0 else offset_number
+    sums, seen_before = np.empty(num_blocks, np.int64), np.empty(num_blocks, np.int64)
+    # Codes and weights of a block, bins, and what is put aside: memory that is touched only where a row has a limit.
+    buffers = (
+        np.empty(_BLOCK + 16, np.int32),
+        np.empty(_BLOCK + 16, np.int64),
+        np.empty(_BINS, np.int64),
+        np.empty(n + 2, np.int32),
+        np.empty(n + 2, np.int64),
+    )
+    one = (1 << fixed_point.WEIGHT_BITS) >> dropped
+    number = take(counter, chunk)
+    last = number + chunk
+    while number < num_rows:
+        temperature = _float_of(temperatures, number * temperature_step, temperature_number)
+        top_k = _integer_of(top_ks if wide_top_k else 0, number * top_k_step, top_k_number)
+        if top_ks != 0 and not wide_top_k:
+            top_k = int(_int32_at(top_ks, number * top_k_step))
+        top_p = _float_of(top_ps, number * top_p_step, top_p_number)
+        min_p = _float_of(min_ps, number * min_p_step, min_p_number)
+        seed = _integer_of(seeds, number * seed_step, seed_number)
+        offset = _integer_of(offsets, number * offset_step, offset_number)
 
-        x_row = row_start(x, row, stride)
+        x_row = row_start(x, number, stride)
         largest = _largest(x_row, n)
         is_valid = (largest > -np.inf) & (temperature >= 0.0) & (temperature < np.inf)
-        greedy = (temperature == 0.0) | (top_k == 1)
-        # An infinite scale gives the largest logits the code 0 and all others weight 0.
-        scale = np.float32(np.inf) if greedy else _LOG2_E / temperature
-
-        # Kept are the codes below `limit`, and of those equal to it the first `ties`; one of them weighs `tie_weight`.
-        limit, ties, tie_weight = CODE_END + 1, 0, 0
-        one = (1 << fixed_point.WEIGHT_BITS) >> dropped
-        if greedy:
+        drawn = 0
+        if is_valid:
+            greedy = (temperature == 0.0) | (top_k == 1)
+            # An infinite scale gives the largest logits the code 0 and all others weight 0.
+            row = (x_row, n, largest, np.float32(np.inf) if greedy else _LOG2_E / temperature, dropped)
             limit, ties, tie_weight = 0, 1, one
-        elif is_valid:
-            if 1 < top_k < n:
-                limit, below = _find(
-                    x_row, n, largest, scale, dropped, codes, weights, bins, near_codes, near_amounts,
-                    False, top_k, limit, 0,
-                )  # fmt: skip
-                ties = top_k - below
-                tie_weight = _weight_of(limit, dropped, codes, weights)
-            if not top_p >= 1.0:
-                total = ties * tie_weight
-                for start in range(0, n, _BLOCK):
-                    end = min(start + _BLOCK, n)
-                    _encode(x_row, start, end, largest, scale, dropped, codes.ctypes.data, weights.ctypes.data)
-                    for i in range(end - start):
-                        total += weights[i] if codes[i] < limit else 0
-                target = _times_fraction(total, top_p)
-                found, below = _find(
-                    x_row, n, largest, scale, dropped, codes, weights, bins, near_codes, near_amounts,
-                    True, target, limit, ties * tie_weight,
-                )  # fmt: skip
-                tie_weight = _weight_of(found, dropped, codes, weights)
-                wanted = max((target - below + tie_weight - 1) // max(tie_weight, 1), 1)
-                ties = min(wanted, ties) if found == limit else wanted
-                limit = found
-
-        smallest = _times_fraction(one, min_p)
-        if tie_weight < smallest:
-            tie_weight = 0
-        total, seen = 0, 0
-        for block in range(num_blocks):
-            start = block * _BLOCK
-            end = min(start + _BLOCK, n)
-            _encode(x_row, start, end, largest, scale, dropped, codes.ctypes.data, weights.ctypes.data)
-            amount, equal = 0, 0
-            for i in range(end - start):
-                amount += weights[i] if (codes[i] < limit) & (weights[i] >= smallest) else 0
-                equal += codes[i] == limit
-            amount += min(equal, max(ties - seen, 0)) * tie_weight
-            sums[block], block_ties[block] = amount, seen
-            total += amount
-            seen += equal
-        part = _random_part(total, seed, row * counts_rows, offset)
-
-        drawn, before, block = 0, 0, 0
-        while block < num_blocks and before + sums[block] <= part:
-            before += sums[block]
-            block += 1
-        if is_valid and block < num_blocks:
-            start = block * _BLOCK
-            end = min(start + _BLOCK, n)
-            _encode(x_row, start, end, largest, scale, dropped, codes.ctypes.data, weights.ctypes.data)
-            seen = block_ties[block]
-            for i in range(end - start):
-                if codes[i] < limit:
-                    before += weights[i] if weights[i] >= smallest else 0
-                elif codes[i] == limit:
-                    before += tie_weight if seen < ties else 0
-                    seen += 1
-                if before > part:
-                    drawn = start + i
-                    break
-        _store_result(ids, valid, row, drawn, is_valid)
-        row += 1
-        if row == last_row:
-            row = take(counter, chunk)
-            last_row = row + chunk
-
-
-@inline
-def _weight_of(code: int, dropped: int, codes: Any, weights: Any) -> Any:
-    """One code's weight, by way of the buffers."""
-    g = splat(np.float64(code & (2**CODE_BITS - 1)) * 2.0**-CODE_BITS - 0.5)
-    codes[:16] = code
-    power = multiply_add(splat(_POWERS[0]), g, splat(_POWERS[1]))
-    power = multiply_add(power, g, splat(_POWERS[2]))
-    power = multiply_add(power, g, splat(_POWERS[3]))
-    power = multiply_add(power, g, splat(_POWERS[4]))
-    power = multiply_add(power, g, splat(_POWERS[5]))
-    power = multiply_add(power, g, splat(_POWERS[6]))
-    _weights(power, codes.ctypes.data, weights.ctypes.data, dropped)
-    return weights[0]
+            if not greedy:
+                limit, ties, tie_weight = _limit(row, num_blocks, buffers, top_k, top_p)
+            least = _times_fraction(one, min_p)
+            tie_weight = tie_weight if tie_weight >= least else 0
+            total = _kept(row, buffers, sums, seen_before, limit, ties, tie_weight, least)
+            part = _random_part(total, seed, number * counts_rows, offset)
+            drawn = _drawn(row, buffers, sums, seen_before, limit, ties, tie_weight, least, part)
+        _store_result(ids, valid, number, drawn, is_valid)
+        number += 1
+        if number == last:
+            number = take(counter, chunk)
+            last = number + chunk
 
 
 @lru_cache(maxsize=8)

@@ -32,8 +32,7 @@ constexpr int LOADS = 8;                     // in flight a thread
 
 struct Shared {
     // Two sets of bins by turns: while one CTA still reads another's, that one may already fill its other set.
-    u32 low[2][BINS];
-    u32 high[2][BINS];
+    u64 bins[2][BINS];
     // Written by the cluster's CTAs, each its own element.
     u64 amounts[CLUSTER];
     u32 equals[CLUSTER];
@@ -65,9 +64,9 @@ __device__ __forceinline__ u32 peer_address(const void* p, u32 rank) {
     return address;
 }
 
-__device__ __forceinline__ u32 peer_load(const u32* p, u32 rank) {
-    u32 value;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(peer_address(p, rank)) : "memory");
+__device__ __forceinline__ u64 peer_load(const u64* p, u32 rank) {
+    u64 value;
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(peer_address(p, rank)) : "memory");
     return value;
 }
 
@@ -124,15 +123,17 @@ __device__ __forceinline__ int code_of(float x, float largest, float scale) {
     return x == largest ? 0 : code;
 }
 
+// No conversion between integers and floats, which the hardware does at an eighth of the speed: the bits of a float in
+// [1, 2) are those of its fraction, and those of a power in [1/2, 1] count up from 1/2.
 __device__ __forceinline__ u64 weight_of(int code) {
-    float g = (float)(code & ((1 << CODE_BITS) - 1)) * 0x1p-24f - 0.5f;
+    float g = __uint_as_float(0x3f800000u | (u32)(code >> 1 & 0x7fffff)) - 1.5f;
     float power = fmaf(C6, g, C5);
     power = fmaf(power, g, C4);
     power = fmaf(power, g, C3);
     power = fmaf(power, g, C2);
     power = fmaf(power, g, C1);
     power = fmaf(power, g, C0);
-    u64 mantissa = (u32)(int)(power * 16777216.0f);
+    u64 mantissa = __float_as_uint(power) - 0x3e800000u;
     return (mantissa << 16) >> (code >> CODE_BITS);
 }
 
@@ -215,17 +216,33 @@ struct Limit {
     u32 equals;  // and of those equal to it the first so many
 };
 
-__device__ __forceinline__ void add_to_bin(Shared& s, int turn, int bin, u64 amount) {
-    u32 low = (u32)amount, high = (u32)(amount >> 32);
-    u32 before = atomicAdd(&s.low[turn][bin], low);
+// Shared memory adds 32 bits at a time: the carry out of the lower half goes to the upper one.
+__device__ __forceinline__ void add_weight(u64* bin, u64 weight) {
+    u32* halves = reinterpret_cast<u32*>(bin);
+    u32 low = (u32)weight, high = (u32)(weight >> 32);
+    u32 before = atomicAdd(&halves[0], low);
     high += before + low < before;
-    if (high != 0) atomicAdd(&s.high[turn][bin], high);
+    if (high != 0) atomicAdd(&halves[1], high);
+}
+
+// What a code adds to the bin of its bits from `shift` on.
+template <bool BY_WEIGHT>
+__device__ __forceinline__ void add_to_bin(u64* bins, int code, int shift, int mask) {
+    u64* bin = &bins[(code >> shift) & mask];
+    if (BY_WEIGHT) {
+        u64 weight = weight_of(code);
+        if (weight != 0) add_weight(bin, weight);
+    } else {
+        atomicAdd(reinterpret_cast<u32*>(bin), 1u);
+    }
 }
 
 // The smallest code at or below which `target` tokens lie, or the fraction `top_p` of the weight. `so_far` counts
-// codes below its own and some of those equal to it. `turn` is the set of bins to use next; it is empty.
+// codes below its own and some of those equal to it. `turn` is the set of bins to use next; it is empty, or holds the
+// first pass if that is `counted` already.
 template <bool BY_WEIGHT>
-__device__ __forceinline__ Limit find(Shared& s, const Codes& codes, int& turn, Limit so_far, u64 target, float top_p) {
+__device__ __forceinline__ Limit find(Shared& s, const Codes& codes, bool counted, int& turn, Limit so_far, u64 target,
+                                      float top_p) {
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u64 equal_weight = BY_WEIGHT ? so_far.equals * weight_of(so_far.code) : 0;
     int prefix = 0, shift = FIRST_SHIFT, bits = 9;
@@ -233,33 +250,27 @@ __device__ __forceinline__ Limit find(Shared& s, const Codes& codes, int& turn, 
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; ++pass) {
         const int mask = (1 << bits) - 1, num_bins = pass == 0 ? FIRST_BINS : 1 << PASS_BITS;
-        codes.each([&](int code) {
-            if (code < so_far.code && code >> (shift + bits) == prefix) {
-                if (BY_WEIGHT) {
-                    u64 weight = weight_of(code);
-                    if (weight != 0) add_to_bin(s, turn, (code >> shift) & mask, weight);
-                } else {
-                    atomicAdd(&s.low[turn][(code >> shift) & mask], 1u);
+        if (pass > 0 || !counted) {
+            codes.each([&](int code) {
+                if (code < so_far.code && code >> (shift + bits) == prefix) {
+                    add_to_bin<BY_WEIGHT>(s.bins[turn], code, shift, mask);
                 }
-            }
-        });
+            });
+        }
         cluster_arrive();
         cluster_wait();
         u64 amount = 0;
         if (thread < num_bins) {
-            u32 low[CLUSTER], high[CLUSTER];
+            u64 parts[CLUSTER];
 #pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) {
-                low[rank] = peer_load(&s.low[turn][thread], rank);
-                high[rank] = BY_WEIGHT ? peer_load(&s.high[turn][thread], rank) : 0;
-            }
+            for (int rank = 0; rank < CLUSTER; ++rank) parts[rank] = peer_load(&s.bins[turn][thread], rank);
 #pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) amount += ((u64)high[rank] << 32) + low[rank];
+            for (int rank = 0; rank < CLUSTER; ++rank) amount += parts[rank];
             if (so_far.code >> (shift + bits) == prefix && ((so_far.code >> shift) & mask) == thread) amount += equal_weight;
         }
         turn ^= 1;
         // All CTAs have read this set, in the pass before.
-        if (thread < BINS) s.low[turn][thread] = s.high[turn][thread] = 0;
+        if (thread < BINS) s.bins[turn][thread] = 0;
         u64 upto = warp_running_sum(amount);
         if (lane == 31) s.warp_amounts[warp] = upto;
         __syncthreads();
@@ -316,7 +327,7 @@ sample_kernel(const unsigned char* logits, i64* ids, unsigned char* valid_out, c
     const i64 row = blockIdx.x / CLUSTER;
     // No CTA writes to another before that one runs.
     cluster_arrive();
-    for (int bin = thread; bin < BINS; bin += THREADS) s.low[0][bin] = s.high[0][bin] = 0;
+    if (thread < BINS) s.bins[0][thread] = 0;
 
     // A warp's codes lie together, and so do a CTA's: rank, warp, step and lane in the order of the vocabulary.
     int4* warp_codes = reinterpret_cast<int4*>(memory + CODES_OFFSET) + warp * steps * 32;
@@ -375,38 +386,50 @@ sample_kernel(const unsigned char* logits, i64* ids, unsigned char* valid_out, c
         return;
     }
     const bool greedy = temperature == 0.0f || top_k == 1;
-    // An infinite scale gives the largest logits the code 0 and all others weight 0.
-    const float scale = greedy ? infinity : __fdiv_rn(1.4426950408889634f, temperature);
-    for (int step = 0; step < steps; ++step) {
-        int4 four = codes.mine[step * 32];
-        i64 first = lane_start + step * WARP_CODES;
-        four.x = first < vocab_size ? code_of(__int_as_float(four.x), largest, scale) : CODE_BEYOND;
-        four.y = first + 1 < vocab_size ? code_of(__int_as_float(four.y), largest, scale) : CODE_BEYOND;
-        four.z = first + 2 < vocab_size ? code_of(__int_as_float(four.z), largest, scale) : CODE_BEYOND;
-        four.w = first + 3 < vocab_size ? code_of(__int_as_float(four.w), largest, scale) : CODE_BEYOND;
-        codes.mine[step * 32] = four;
-    }
-
-    Limit limit = {CODE_END + 1, 0};
-    if (greedy) {
-        limit = {0, 1};
-    } else {
-        int turn = 0;
-        if (top_k > 1 && top_k < vocab_size) limit = find<false>(s, codes, turn, limit, top_k, 0.0f);
-        if (!(top_p >= 1.0f)) limit = find<true>(s, codes, turn, limit, 0, top_p);
-    }
-
-    // What is drawn from: the weight of the codes below the limit, and how many are equal to it, in each warp.
+    const bool count = !greedy && top_k > 1 && top_k < vocab_size, weigh = !greedy && !(top_p >= 1.0f);
+    Limit limit = greedy ? Limit{0, 1} : Limit{CODE_END + 1, 0};
     const u64 smallest = times_fraction(1ull << 40, min_p);
-    u64 equal_weight = weight_of(limit.code);
-    if (equal_weight < smallest) equal_weight = 0;
+    // What is drawn from, of this thread: the weight of the codes below the limit, and how many are equal to it.
     u64 amount = 0;
     u32 equals = 0;
-    codes.each([&](int code) {
+    auto draw_from = [&](int code) {
         u64 weight = weight_of(code);
         amount += code < limit.code && weight >= smallest ? weight : 0;
         equals += code == limit.code;
-    });
+    };
+
+    // The codes, and with them the first thing that is asked of them.
+    // An infinite scale gives the largest logits the code 0 and all others weight 0.
+    const float scale = greedy ? infinity : __fdiv_rn(1.4426950408889634f, temperature);
+#pragma unroll 2
+    for (int step = 0; step < steps; ++step) {
+        int4 four = codes.mine[step * 32];
+        int values[LANE_CODES] = {four.x, four.y, four.z, four.w};
+        const i64 first = lane_start + step * WARP_CODES;
+#pragma unroll
+        for (int i = 0; i < LANE_CODES; ++i) {
+            int code = code_of(__int_as_float(values[i]), largest, scale);
+            values[i] = first + i < vocab_size ? code : CODE_BEYOND;
+        }
+        codes.mine[step * 32] = make_int4(values[0], values[1], values[2], values[3]);
+#pragma unroll
+        for (int i = 0; i < LANE_CODES; ++i) {
+            if (count) {
+                if (values[i] <= CODE_END) add_to_bin<false>(s.bins[0], values[i], FIRST_SHIFT, 511);
+            } else if (weigh) {
+                if (values[i] < CODE_END) add_to_bin<true>(s.bins[0], values[i], FIRST_SHIFT, 511);
+            } else {
+                draw_from(values[i]);
+            }
+        }
+    }
+
+    int turn = 0;
+    if (count) limit = find<false>(s, codes, true, turn, limit, top_k, 0.0f);
+    if (weigh) limit = find<true>(s, codes, !count, turn, limit, 0, top_p);
+    if (count || weigh) codes.each(draw_from);
+    u64 equal_weight = weight_of(limit.code);
+    if (equal_weight < smallest) equal_weight = 0;
     amount = warp_sum(amount);
     equals = __reduce_add_sync(0xffffffffu, equals);
     if (lane == 0) s.warp_amounts[warp] = amount, s.warp_equals[warp] = equals;

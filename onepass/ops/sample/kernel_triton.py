@@ -59,14 +59,15 @@ def _codes(x_ptr, start, vocab_size, largest, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(code, dropped):
-    g = (code & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08 - 0.5
+    # The bits of a float in [1, 2) are those of its fraction, and those of a power in [1/2, 1] count up from 1/2.
+    g = (((code >> 1) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
     p = tl.fma(g, g * 0.0 + C6, C5)
     p = tl.fma(p, g, C4)
     p = tl.fma(p, g, C3)
     p = tl.fma(p, g, C2)
     p = tl.fma(p, g, C1)
     p = tl.fma(p, g, C0)
-    mantissa = (p * 16777216.0).to(tl.int64)
+    mantissa = (p.to(tl.int32, bitcast=True) - 0x3E800000).to(tl.int64)
     return (mantissa << 16) >> ((code >> CODE_BITS) + dropped).to(tl.int64)
 
 
