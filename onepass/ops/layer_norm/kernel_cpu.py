@@ -32,7 +32,8 @@ from onepass.launch.cpu_memory import (
 from onepass.launch.cpu_vector import inline, keep_first, multiply_add, splat, sum_lanes, widen, zero64
 
 if TYPE_CHECKING:
-    from onepass.ops.layer_norm.op import Desc, RowStrides
+    from onepass.ops.layer_norm.op import Desc
+    from onepass.ops.norm_call import RowStrides
 
 
 def unsupported_reasons(desc: Desc) -> tuple[str, ...]:

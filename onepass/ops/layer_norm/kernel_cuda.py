@@ -14,7 +14,8 @@ from onepass.launch.cuda import Specialization, load, missing
 from onepass.ops.layer_norm.config import MAX_RESIDENT
 
 if TYPE_CHECKING:
-    from onepass.ops.layer_norm.op import Desc, RowStrides
+    from onepass.ops.layer_norm.op import Desc
+    from onepass.ops.norm_call import RowStrides
 
 ARCH = "sm_90a"
 SLOTS = 13

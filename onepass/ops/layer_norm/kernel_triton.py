@@ -38,7 +38,8 @@ from onepass.ops.triton_rows import (
 )
 
 if TYPE_CHECKING:
-    from onepass.ops.layer_norm.op import Desc, RowStrides
+    from onepass.ops.layer_norm.op import Desc
+    from onepass.ops.norm_call import RowStrides
 
 PIVOT = tl.constexpr(8)
 """Elements whose mean centres the variance of half-precision rows."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from onepass import dispatch
 from onepass.errors import ArgumentTypeError, ArgumentValueError
 from onepass.ops.activations import ACTIVATIONS
 from onepass.ops.checks import (
@@ -20,18 +18,13 @@ from onepass.ops.checks import (
     raise_not_tensor,
     raise_requires_grad,
 )
-from onepass.ops.plans import Plan, Plans, Tensors
+from onepass.ops.norm_call import NormPlans, layout
 from onepass.ops.registration import register
 from onepass.ops.rows import (
-    aligned_16,
-    as_out_rows,
-    as_rows,
     check_output,
     check_outputs,
     contiguous_like,
     copy_notes,
-    row_stride,
-    strides_aligned_16,
 )
 
 _UNFUSED = "torch.nn.functional.layer_norm followed by the activation"
@@ -55,15 +48,6 @@ class Desc(NamedTuple):
 
     def notes(self) -> tuple[str, ...]:
         return copy_notes(self.copied, self.aligned)
-
-
-class RowStrides(NamedTuple):
-    """Distance between rows in elements."""
-
-    x: int
-    residual: int
-    y: int
-    residual_out: int
 
 
 @overload
@@ -176,15 +160,8 @@ def describe(
 ) -> Desc:
     """The Desc of a call, with the op's own checks; runs nothing."""
     _check(x, residual, weight, bias, eps, activation, out, residual_out)
-    rows = {"x": x, "residual": residual, "out": out, "residual_out": residual_out}
-    tensors = {**rows, "weight": weight, "bias": bias}
-    copied = tuple(name for name, t in tensors.items() if t is not None and row_stride(t) is None)
-    strides = [row_stride(t) or 0 for name, t in rows.items() if t is not None and name not in copied]
-    if copied or out is None or (residual is not None and residual_out is None):
-        strides.append(x.shape[-1])  # copies and fresh outputs are contiguous
-    in_place = (t for name, t in tensors.items() if name not in copied)
-    aligned = aligned_16(*in_place) and strides_aligned_16(x.element_size(), strides)
-    return _desc(x, weight, bias, activation, residual is not None, aligned, copied)
+    aligned, copied = layout(x, residual, out, residual_out, weight=weight, bias=bias)
+    return _desc(x, residual, weight, bias, eps, activation, aligned, copied)
 
 
 def _check(
@@ -238,10 +215,11 @@ def _check_out(x: Any, weight: Any, bias: Any, eps: Any, activation: Any, out: A
 
 def _desc(
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    eps: float,
     activation: str | None,
-    has_residual: bool,
     aligned: bool,
     copied: tuple[str, ...] = (),
 ) -> Desc:
@@ -254,52 +232,13 @@ def _desc(
         x.numel() // n if n else 0,
         n,
         activation,
-        has_residual,
+        residual is not None,
         aligned,
         copied,
     )
 
 
-def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
-    eps, activation = values
-    x, residual, weight, bias, *outputs = tensors
-    _check(x, residual, weight, bias, eps, activation, *outputs)
-    assert x is not None
-    if x.numel() == 0:
-        return lambda *args: None
-    if any(t is not None and row_stride(t) is None for t in tensors):
-        return partial(_run_on_copies, values)
-    n = x.shape[-1]
-    y, residual_out = (_stride(t) for t in outputs) if outputs else (n, 0 if residual is None else n)
-    strides = RowStrides(_stride(x), _stride(residual), y, residual_out)
-    aligned = aligned and strides_aligned_16(x.element_size(), strides)
-    desc = _desc(x, weight, bias, activation, residual is not None, aligned)
-    return partial(dispatch.prepare("layer_norm", desc), strides, eps)
-
-
-def _stride(t: Tensor | None) -> int:
-    return 0 if t is None else row_stride(t) or 0
-
-
-_plans = Plans(_make_plan)
-
-
-def _run_on_copies(
-    values: tuple[Any, ...],
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    residual_out: Tensor | None,
-) -> None:
-    """The slower path of rows.py."""
-    inputs = tuple(None if t is None else as_rows(t) for t in (x, residual, weight, bias))
-    outputs = tuple(None if t is None else as_out_rows(t) for t in (y, residual_out))
-    _plans.find(values, (*inputs, *outputs))(*inputs, *outputs)
-    for target, rows in zip((y, residual_out), outputs, strict=True):
-        if target is not None and rows is not None and rows is not target:
-            target.copy_(rows)
+_plans = NormPlans("layer_norm", 2, (0,), _check, _desc)
 
 
 def _kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None) -> Tensor:

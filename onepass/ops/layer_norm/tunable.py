@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from onepass.ops.layer_norm import config, kernel_triton
-from onepass.ops.layer_norm.op import RowStrides, describe
+from onepass.ops.layer_norm.op import describe
+from onepass.ops.norm_call import RowStrides
 from onepass.ops.spec import Inputs
 from onepass.ops.tunable import Tunable
 

@@ -29,7 +29,8 @@ from onepass.launch.cpu_memory import (
 from onepass.launch.cpu_vector import inline, multiply_add, splat, sum_lanes, widen, zero64
 
 if TYPE_CHECKING:
-    from onepass.ops.rms_norm.op import Desc, RowStrides
+    from onepass.ops.norm_call import RowStrides
+    from onepass.ops.rms_norm.op import Desc
 
 
 def unsupported_reasons(desc: Desc) -> tuple[str, ...]:

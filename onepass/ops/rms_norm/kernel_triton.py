@@ -32,7 +32,8 @@ from onepass.ops.triton_rows import (
 )
 
 if TYPE_CHECKING:
-    from onepass.ops.rms_norm.op import Desc, RowStrides
+    from onepass.ops.norm_call import RowStrides
+    from onepass.ops.rms_norm.op import Desc
 
 
 @triton.jit
