@@ -12,7 +12,7 @@ from torch import Tensor
 
 import onepass
 from onepass.errors import ArgumentTypeError, ArgumentValueError, GradientsNotSupportedError
-from onepass.launch import cpu_threads
+from onepass.launch import cpu, cpu_threads
 from onepass.ops.softmax_cpu import BLOCK
 
 CPU = torch.device("cpu")
@@ -125,3 +125,17 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explain_names_what_is_copied() -> None:
     notes = onepass.explain("softmax", _x(8, 8).t(), temperature=torch.ones(8)).notes
     assert notes[0].startswith("'logits' has no single row stride")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_stores_past_the_caches_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _x(3, 5000 // 64 * 64, dtype=dtype)
+    x[2] = float("nan")
+    temperature = torch.tensor([1.0, 0.0, 1.0])
+    expected = onepass.softmax(x, temperature=temperature)
+    monkeypatch.setattr(cpu, "_STREAMING_BYTES", 0)
+    memory = torch.empty(x.numel() + 64, dtype=dtype)
+    start = -memory.data_ptr() % 64 // memory.element_size()
+    out = memory[start : start + x.numel()].view(x.shape)
+    onepass.softmax(x, temperature=temperature, out=out)
+    assert torch.equal(out.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))

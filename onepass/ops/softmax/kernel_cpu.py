@@ -1,4 +1,4 @@
-"""softmax on the CPU: a row is read from memory once, and again from the core's own caches while it is written."""
+"""softmax on the CPU: a row is read from memory once, and again from the core's own caches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numba.extending import overload
 from torch import Tensor
 
 from onepass.launch import cpu
-from onepass.launch.cpu_math import exp_minus_for
+from onepass.launch.cpu_math import exp_minus, exp_minus_for
 from onepass.launch.cpu_memory import load_first, load_pair, publish, row_start, store_first, store_pair, take
-from onepass.launch.cpu_vector import fill_rest, inline, keep_first, max_lanes, splat, sum_lanes, widen
-from onepass.ops.softmax_cpu import inverse_of, softmax_factor, statistics
+from onepass.launch.cpu_vector import fill_rest, inline, keep_first, max_lanes, maximum, splat, sum_lanes, widen, zero64
+from onepass.ops.softmax_cpu import BLOCK, inverse_of, softmax_factor, statistics
 
 if TYPE_CHECKING:
     from onepass.ops.softmax.op import Desc, RowStrides
@@ -49,6 +50,91 @@ def _fill(row: Any, n: int, value: float, streaming: bool) -> None:
         store_first(row, i, v, n - i)
 
 
+def write_row(row_in: Any, row_out: Any, n: int, inverse: float, streaming: bool) -> None:
+    """A row's probabilities; callable inside kernels only."""
+    raise NotImplementedError("write_row() runs inside compiled kernels")
+
+
+@inline
+def _write_float32(row_in: Any, row_out: Any, n: int, inverse: float, streaming: bool) -> None:
+    """The exponentials wait in the output for their sum; or, when the output goes past the caches, are taken twice.
+
+    Both give the same bits.
+    """
+    m0 = m1 = m2 = m3 = splat(-math.inf)
+    pairs = n & ~31
+    for i in range(0, pairs, 32):
+        a, b = load_pair(row_in, i, row_in)
+        m0, m1, m2, m3 = m2, m3, maximum(m0, a), maximum(m1, b)
+    for i in range(pairs, n, 16):
+        m0 = maximum(m0, fill_rest(load_first(row_in, i, n - i), n - i, splat(-math.inf)))
+    largest, total = max_lanes(maximum(maximum(m0, m1), maximum(m2, m3))), zero64()
+    centre, scale = splat(largest), splat(inverse)
+    for first in range(0, pairs, BLOCK):
+        s0 = s1 = s2 = s3 = splat(0.0)
+        for i in range(first, min(first + BLOCK, pairs), 32):
+            a, b = load_pair(row_in, i, row_in)
+            a, b = exp_minus((centre - a) * scale), exp_minus((centre - b) * scale)
+            if not streaming:
+                store_pair(row_out, i, a, b, False)
+            s0, s1, s2, s3 = s2, s3, s0 + a, s1 + b
+        total += widen(s0 + s2) + widen(s1 + s3)
+    for i in range(pairs, n, 16):
+        e = exp_minus((centre - load_first(row_in, i, n - i)) * scale)
+        store_first(row_out, i, e, n - i)
+        total += widen(keep_first(e, n - i))
+    factor = splat(softmax_factor(largest, sum_lanes(total)))
+    if streaming:
+        for i in range(0, pairs, 32):
+            a, b = load_pair(row_in, i, row_in)
+            a, b = exp_minus((centre - a) * scale), exp_minus((centre - b) * scale)
+            store_pair(row_out, i, a * factor, b * factor, True)
+    else:
+        for i in range(0, pairs, 32):
+            a, b = load_pair(row_out, i, row_out)
+            store_pair(row_out, i, a * factor, b * factor, False)
+    for i in range(pairs, n, 16):
+        store_first(row_out, i, load_first(row_out, i, n - i) * factor, n - i)
+
+
+@inline
+def _write_half(row_in: Any, row_out: Any, n: int, inverse: float, streaming: bool) -> None:
+    """Half precision: exponentials that are rounded to wait would be rounded twice, so they are taken twice."""
+    largest, total = statistics(row_in, row_out, n, inverse)
+    centre, scale, factor = splat(largest), splat(inverse), splat(softmax_factor(largest, total))
+    pairs = n & ~31
+    for i in range(0, pairs, 32):
+        a, b = load_pair(row_in, i, row_in)
+        a, b = exp_minus_for(row_out, (centre - a) * scale), exp_minus_for(row_out, (centre - b) * scale)
+        store_pair(row_out, i, a * factor, b * factor, streaming)
+    for i in range(pairs, n, 16):
+        e = exp_minus_for(row_out, (centre - load_first(row_in, i, n - i)) * scale)
+        store_first(row_out, i, e * factor, n - i)
+
+
+@overload(write_row, jit_options={"forceinline": True})
+def _write_row(row_in: Any, row_out: Any, n: Any, inverse: Any, streaming: Any) -> Any:
+    function = _write_float32 if row_out.storage == "float32" else _write_half
+
+    # Numba compares this signature with the one above, annotations included.
+    def call(row_in: Any, row_out: Any, n: Any, inverse: Any, streaming: Any) -> Any:
+        function(row_in, row_out, n, inverse, streaming)
+
+    return call
+
+
+@inline
+def _write_cold(row_in: Any, row_out: Any, n: int, streaming: bool) -> None:
+    """Temperature 0. The sum at temperature 1 shows whether the row is NaN."""
+    largest, total = statistics(row_in, row_out, n, 1.0)
+    if math.isnan(softmax_factor(largest, total)):
+        _fill(row_out, n, math.nan, streaming)
+    else:
+        first = _first_of(row_in, n, largest)
+        _fill(row_out, n, 0.0, streaming)
+        store_first(row_out, first, splat(1.0), 1)
+
+
 @cpu.kernel
 def softmax_kernel(
     logits: Any,
@@ -65,7 +151,6 @@ def softmax_kernel(
     counter: int,
 ) -> None:
     """`temperature` is added to a row's own, which an absent tensor leaves at 0."""
-    pairs = n & ~31
     first_row = take(counter, chunk)
     while first_row < num_rows:
         for row in range(first_row, min(first_row + chunk, num_rows)):
@@ -73,25 +158,10 @@ def softmax_kernel(
             row_out = row_start(out, row, stride_out)
             own = load_first(row_start(temperatures, row, stride_temperature), 0, 1)
             t = temperature + sum_lanes(widen(keep_first(own, 1)))
-            cold = t == 0.0
-            inverse = inverse_of(1.0 if cold else t)
-            largest, total = statistics(row_in, out, n, inverse)
-            factor_of_row = softmax_factor(largest, total)
-            bad = math.isnan(factor_of_row)
-            if cold:
-                first = 0 if bad else _first_of(row_in, n, largest)
-                _fill(row_out, n, math.nan if bad else 0.0, streaming)
-                if not bad:
-                    store_first(row_out, first, splat(1.0), 1)
-                continue
-            centre, scale, factor = splat(largest), splat(inverse), splat(factor_of_row)
-            for i in range(0, pairs, 32):
-                a, b = load_pair(row_in, i, logits)
-                a, b = exp_minus_for(out, (centre - a) * scale), exp_minus_for(out, (centre - b) * scale)
-                store_pair(row_out, i, a * factor, b * factor, streaming)
-            for i in range(pairs, n, 16):
-                e = exp_minus_for(out, (centre - load_first(row_in, i, n - i)) * scale)
-                store_first(row_out, i, e * factor, n - i)
+            if t == 0.0:
+                _write_cold(row_in, row_out, n, streaming)
+            else:
+                write_row(row_in, row_out, n, inverse_of(t), streaming)
         first_row = take(counter, chunk)
     publish()
 
