@@ -137,18 +137,23 @@ def cross_entropy_kernel(
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
+    with_lse: bool,
     num_rows: int,
     chunk: int,
     counter: int,
 ) -> None:
+    """Without the lse, rows that are ignored are not read."""
     first_row = take(counter, chunk)
     while first_row < num_rows:
         for row in range(first_row, min(first_row + chunk, num_rows)):
             x = row_start(logits, row, stride)
+            wanted = load_index(target, row * stride_target)
+            if wanted == ignore_index and not with_lse:
+                store_first(loss, row, splat(0.0), 1)
+                continue
             largest, total, sum_of_logits = _statistics(capped, x, vocab_size, softcap)
             log_total = np.log(total)
             store_first(lse, row, splat(largest + log_total), 1)
-            wanted = load_index(target, row * stride_target)
             value = math.nan
             if wanted == ignore_index:
                 value = 0.0
@@ -184,7 +189,7 @@ def _compiled(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     fp32, target = cpu.pointer(torch.float32), cpu.pointer(target_dtype)
     lse = cpu.pointer(torch.float32 if with_lse else None, "nowhere")
-    numbers = (int, int, int, int, float, float, int, int, int)
+    numbers = (*(int,) * 4, float, float, bool, *(int,) * 3)
     first = cross_entropy_kernel.compiled(cpu.choice(capped), cpu.pointer(dtype), target, fp32, lse, *numbers)
     return first, reduce_kernel.compiled(fp32, target, fp32, int, int, bool, int)
 
@@ -222,6 +227,7 @@ def _launch(
         numbers.ignore_index,
         numbers.label_smoothing,
         numbers.softcap or 1.0,
+        lse is not None,
     )
     cpu.run_rows(first, args, num_rows, max(vocab_size, 1))
     if reduction != "none":

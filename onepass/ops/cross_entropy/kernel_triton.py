@@ -162,10 +162,13 @@ def _weight(m, larger):
 @triton.jit
 def partial_kernel(
     logits_ptr,
+    target_ptr,
     workspace_ptr,
     num_rows,
     vocab_size,
     stride_lm,
+    stride_t,
+    ignore_index,
     softcap,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -176,7 +179,10 @@ def partial_kernel(
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One part of one row a program. What it finds goes to the workspace, [2 or with SMOOTH 3, PARTS, num_rows]."""
+    """One part of one row a program. What it finds goes to the workspace, [2 or with SMOOTH 3, PARTS, num_rows].
+
+    With `target_ptr`, rows that are ignored are not read.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -186,6 +192,8 @@ def partial_kernel(
     start = part.to(tl.int64) * (CHUNK * CHUNKS * STEPS)
     x_ptr = logits_ptr + row * stride_lm + start
     left = tl.minimum(vocab_size - start, CHUNK * CHUNKS * STEPS)
+    if target_ptr is not None:
+        left = tl.where(tl.load(target_ptr + row * stride_t) == ignore_index, 0, left)
     m, s, d = _step(x_ptr, left.to(tl.int32), softcap, CHUNK, CHUNKS, CAPPED, SMOOTH, PTX)
     if STEPS > 1:
         count = tl.maximum(tl.minimum(left, CHUNK * CHUNKS), 0).to(tl.float32)
@@ -318,12 +326,22 @@ def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return unsupported_device(desc.device)
 
 
+def _skips(desc: Desc, config: Config) -> bool:
+    """Whether ignored rows are left out: where nothing is wanted of them, and enough other programs are there to hide
+    that a program waits for its target first."""
+    return not desc.with_lse and desc.num_rows * config.parts >= MANY_PROGRAMS
+
+
 def specialize_partial(desc: Desc, config: Config, features: Features) -> tuple[Any, Specialization]:
     """The first kernel and what it is compiled for."""
-    types = (pointer(desc.dtype), pointer(torch.float32), "i32", "i64", "i64", "fp32")
-    multiples = (0, 4) if desc.aligned else ()
+    target = desc.target_dtype if _skips(desc, config) else None
+    types = (
+        *(pointer(desc.dtype), pointer(target), pointer(torch.float32)),
+        *("i32", "i64", "i64", "i64", "i64", "fp32"),
+    )
+    multiples = (0, 5) if desc.aligned else ()
     if desc.vocab_size % 16 == 0:
-        multiples += (3,)
+        multiples += (4,)
     pdl = features.pdl and desc.num_rows * config.parts < MANY_PROGRAMS
     shape = (config.chunk, config.chunks, config.steps, config.parts)
     constants = (*shape, desc.capped, desc.smooth, features.ptx, pdl)
@@ -351,6 +369,7 @@ def specialize_reduce(desc: Desc, features: Features) -> tuple[Any, Specializati
 def prepare(desc: Desc) -> Callable[..., None]:
     config, found = heuristic(desc.vocab_size, desc.dtype.itemsize), features(desc.device)
     first = load(*specialize_partial(desc, config, found), desc.device)
+    skips = _skips(desc, config)
     second = load(*specialize_combine(desc, config, found), desc.device)
     num_rows, vocab_size = desc.num_rows, desc.vocab_size
     num_blocks = -(-num_rows // ROWS)
@@ -365,18 +384,9 @@ def prepare(desc: Desc) -> Callable[..., None]:
         # The stride of a single row means nothing, and may be no multiple of 16.
         stride = numbers.stride if num_rows > 1 else 0
         softcap = numbers.softcap or 0.0
-        first(num_rows * config.parts, (logits, workspace), num_rows, vocab_size, stride, softcap)
-        second(
-            num_blocks,
-            (logits, target, loss, lse, workspace),
-            num_rows,
-            vocab_size,
-            stride,
-            numbers.target_stride,
-            numbers.ignore_index,
-            softcap,
-            numbers.label_smoothing,
-        )
+        sizes = (num_rows, vocab_size, stride, numbers.target_stride, numbers.ignore_index, softcap)
+        first(num_rows * config.parts, (logits, target if skips else None, workspace), *sizes)
+        second(num_blocks, (logits, target, loss, lse, workspace), *sizes, numbers.label_smoothing)
         if third:
             third(1, (loss, workspace), offset, num_blocks)
 

@@ -106,7 +106,8 @@ def cross_entropy(
         logits: [..., vocab_size], float32, bfloat16 or float16, any row strides; other layouts are copied first. Rather
             than slice tokens off a batch, which may not leave one row stride, give them `ignore_index` as target.
         target: [...], int64 or int32, the class of each row.
-        ignore_index: the target of rows that do not count: their loss is 0, and a mean leaves them out.
+        ignore_index: the target of rows that do not count: their loss is 0, and a mean leaves them out. Where their lse
+            is not wanted and there are many rows, their logits are not read.
         label_smoothing: from 0 to 1, the share of the target that is spread over all classes.
         softcap: logits are softcap * tanh(logits / softcap), or themselves for None.
         reduction: "none", "mean" or "sum".
