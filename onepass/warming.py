@@ -88,10 +88,11 @@ def warmup(
             for dtype in wanted:
                 (progress or advance)(f"{name} {'×'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}")
                 inputs = _inputs(spec, function, shape, dtype, target, arguments)
+                outputs = {argument: t for argument, t in spec.allocate_out(inputs).items() if argument in parameters}
                 with torch.no_grad():
                     start = time.perf_counter()
                     function(**inputs)
-                    function(**{**spec.allocate_out(inputs), **inputs})
+                    function(**{**outputs, **inputs})
                     seconds = time.perf_counter() - start
                     backend = dispatch.explain(op, **inputs).backend
                 warmed.append(Warmed(name, backend, shape, dtype, seconds))

@@ -232,3 +232,9 @@ def _rms_norm_in_place(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
 @pytest.mark.parametrize("function", [_rms_norm_twice, _rms_norm_in_place], ids=lambda function: function.__name__)
 def test_compile(function: Callable[..., tuple[Tensor, ...]], dynamic: bool | None) -> None:
     compiled.check_compiled(function, CPU, "aot_eager", dynamic)
+
+
+def test_warmup_takes_the_short_forms_and_no_residual() -> None:
+    for op, more in (("fused_add_rms_norm", {}), ("fused_add_rms_norm_", {}), ("rms_norm", {"residual": None})):
+        (warmed,) = onepass.warmup(op, [(2, 40)], dtypes=[FP32], device="cpu", **more)
+        assert (warmed.op, warmed.backend) == ("rms_norm", "cpu")

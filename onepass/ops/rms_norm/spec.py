@@ -48,6 +48,11 @@ def unfused(
     return y if residual is None else (y, total)
 
 
+def _allocate_out(inputs: Inputs) -> Inputs:
+    names = ("out",) if inputs.get("residual") is None else ("out", "residual_out")
+    return {name: torch.empty_like(inputs["x"]) for name in names}
+
+
 def _bytes_moved(inputs: dict[str, Any]) -> int:
     """x and residual in, y and the sum out, the weight once."""
     tensors = 2 if inputs.get("residual") is None else 4
@@ -67,10 +72,7 @@ SPEC = OpSpec(
     fused=rms_norm,
     unfused=unfused,
     reference=reference,
-    allocate_out=lambda inputs: {
-        "out": torch.empty_like(inputs["x"]),
-        "residual_out": torch.empty_like(inputs["x"]),
-    },
+    allocate_out=_allocate_out,
     bytes_moved=_bytes_moved,
     unfused_bytes=_unfused_bytes,
     unfused_launches=2,
