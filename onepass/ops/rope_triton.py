@@ -259,7 +259,8 @@ def block_sizes(desc: Desc) -> tuple[int, int]:
 def heuristic(desc: Desc) -> Config:
     """16 bytes a load. Few tokens: one step a program; many: all heads of a token, or of several if they are few.
 
-    Rows fill the warps in both, so that each row has the same layout, and its sum the same order.
+    Rows fill the warps in both, so that each row has the same layout, and its sum the same order. Where accesses are
+    narrow, a row may lie across the warps: they are then as many in both.
     """
     block, rest_blocks = block_sizes(desc)
     lanes = max(1, block * desc.dtype.itemsize // 16)
@@ -268,7 +269,7 @@ def heuristic(desc: Desc) -> Config:
     # A block is all of q, of k or of v: the heads that leave the fewest idle, in not too many steps.
     heads = min(_powers_of_two(most), key=lambda h: (_steps(desc, h) > most_steps, _steps(desc, h) * h, -h))
     few = desc.num_tokens <= FEW_TOKENS
-    rows = max(heads, 32 // lanes) if few else most
+    rows = max(heads, 32 // lanes) if few and desc.aligned else most
     steps = _steps(desc, heads)
     steps = 1 if few else -(-steps // -(-steps // most_steps))
     return Config(heads, rows // heads, steps, max(1, rows * lanes // 32))

@@ -138,6 +138,7 @@ def batches(device: torch.device) -> Iterator[Inputs]:
     for name in ("R8-smollm2", "R3-128-64", "R3-80"):
         yield plain(MODELS[name], num_tokens=600)(device)
     yield plain(MODELS["R3-80-32"], FP32, num_tokens=600, interleaved=True)(device)
+    yield {**plain(MODELS["R3-80"], num_tokens=600)(device), "qkv": heads(device, 600, 8 * 80 + 1)[:, 1:]}
 
 
 def overload_calls(device: torch.device) -> Iterator[tuple[str, object, tuple[object, ...]]]:
