@@ -1,7 +1,7 @@
 // FlashAttention, forward, in half precision on sm_90a. The schedule is that of FlashAttention-3 (Shah et al., 2024).
 //
-// One CTA a multiprocessor walks tiles of 64 GROUPS queries of one head. A producer thread loads Q once a tile, and blocks
-// of K and V into a ring, by TMA. GROUPS warp groups own 64 queries each and keep scores, weights and the output in
+// One CTA a multiprocessor walks tiles of 64 GROUPS queries of one head. Two producer threads load by TMA: one Q, once a
+// tile, the other blocks of K and V into a ring. GROUPS warp groups own 64 queries each and keep scores, weights and the output in
 // registers. Two overlaps hide the softmax: within a group, the scores of block j are multiplied while block j - 1 meets V;
 // between groups, they take turns, so that one multiplies while the others take exponentials.
 //
@@ -19,7 +19,10 @@ constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PANELS = (D + 63) / 64;  // of 64 columns, 128 bytes: what one swizzled row holds
 constexpr int Q_BYTES = PANELS * BLOCK_M * 128;
 constexpr int KV_BYTES = PANELS * BLOCK_N * 128;
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
+// What the groups ask for must fit what the block was launched with, or the last one waits for ever.
+constexpr int LAUNCH_REGISTERS = GROUPS == 3 ? 128 : 168, PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+static_assert(128 * (GROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS) <= THREADS * LAUNCH_REGISTERS, "registers");
 
 struct alignas(64) TensorMap {
     char opaque[128];
@@ -29,7 +32,7 @@ struct Shared {
     unsigned char q[Q_BYTES];  // the output's way out, too
     unsigned char k[STAGES][KV_BYTES];
     unsigned char v[STAGES][KV_BYTES];
-    u64 q_full, q_empty;
+    u64 q_full[GROUPS], q_empty[GROUPS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
@@ -185,6 +188,11 @@ __device__ __forceinline__ Tile tile_of(int index, const Shape& shape) {
     return t;
 }
 
+// Back and forth, so that who had the longest tile of a round has the shortest of the next.
+__device__ __forceinline__ int tile_index(int round) {
+    return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
 struct Pipe {
     int stage = 0;
     u32 parity = 0;
@@ -193,21 +201,33 @@ struct Pipe {
     }
 };
 
-__device__ __forceinline__ void produce(Shared& s, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
-                                        const Shape& shape) {
-    Pipe pipe;
-    u32 q_parity = 0;
-    for (int index = blockIdx.x; index < shape.tiles; index += gridDim.x) {
+// Each group has its queries to itself: it goes on to the next tile without waiting for the others.
+__device__ __forceinline__ void produce_q(Shared& s, const TensorMap* q_map, const Shape& shape) {
+    u32 parity = 0;
+    for (int round = 0; round * gridDim.x < shape.tiles; ++round) {
+        int index = tile_index(round);
+        if (index >= shape.tiles) continue;
         Tile t = tile_of(index, shape);
-        if (!t.exists || t.blocks_n == 0) continue;
-        int kv_head = t.head / shape.group;
-        barrier_wait(&s.q_empty, q_parity ^ 1);
-        barrier_expect(&s.q_full, Q_BYTES);
-        for (int p = 0; p < PANELS; ++p)
-            for (int g = 0; g < GROUPS; ++g)
+        if (!t.exists) continue;
+        for (int g = 0; g < GROUPS; ++g) {
+            barrier_wait(&s.q_empty[g], parity ^ 1);
+            barrier_expect(&s.q_full[g], Q_BYTES / GROUPS);
+            for (int p = 0; p < PANELS; ++p)
                 tma_load(s.q + (p * GROUPS + g) * 64 * 128, q_map, 64 * p, t.first_q + t.m * BLOCK_M + 64 * g, t.head,
-                         VARLEN ? 0 : t.batch, &s.q_full);
-        q_parity ^= 1;
+                         VARLEN ? 0 : t.batch, &s.q_full[g]);
+        }
+        parity ^= 1;
+    }
+}
+
+__device__ __forceinline__ void produce_kv(Shared& s, const TensorMap* k_map, const TensorMap* v_map, const Shape& shape) {
+    Pipe pipe;
+    for (int round = 0; round * gridDim.x < shape.tiles; ++round) {
+        int index = tile_index(round);
+        if (index >= shape.tiles) continue;
+        Tile t = tile_of(index, shape);
+        if (!t.exists) continue;
+        int kv_head = t.head / shape.group;
         for (int n = t.first_n + t.blocks_n - 1; n >= t.first_n; --n) {
             barrier_wait(&s.k_empty[pipe.stage], pipe.parity ^ 1);
             barrier_expect(&s.k_full[pipe.stage], KV_BYTES);
@@ -318,7 +338,9 @@ __device__ __forceinline__ void consume(Shared& s, const TensorMap* out_map, uns
     const u64 q_descriptor = descriptor(q, 16, 1024), k_descriptor = descriptor(s.k[0], 16, 1024);
     const u64 v_descriptor = descriptor(s.v[0], BLOCK_N * 128, 1024);
     if (GROUPS > 1 && group == GROUPS - 1) named_arrive(2, 256);
-    for (int index = blockIdx.x; index < shape.tiles; index += gridDim.x) {
+    for (int round = 0; round * gridDim.x < shape.tiles; ++round) {
+        int index = tile_index(round);
+        if (index >= shape.tiles) continue;
         Tile t = tile_of(index, shape);
         if (!t.exists) continue;
         int row_of_group = t.m * BLOCK_M + group * 64, row = row_of_group + warp * 16 + lane / 4;
@@ -329,12 +351,12 @@ __device__ __forceinline__ void consume(Shared& s, const TensorMap* out_map, uns
             top[0] = top[1] = widen(sinks[t.head]) * 1.4426950408889634f / scale_log2;
             sum[0] = sum[1] = (lane & 3) == 0 ? 1.0f : 0.0f;
         }
+        barrier_wait(&s.q_full[group], q_parity);
+        q_parity ^= 1;
         if (t.blocks_n == 0) {
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
         } else {
-            barrier_wait(&s.q_full, q_parity);
-            q_parity ^= 1;
             // Blocks from `whole_begin` up to `whole_end` need no mask.
             int diagonal = t.diagonal() + group * 64;
             int whole_end = RIGHT_BOUND ? min(t.seqlen_k, diagonal + shape.right + 1) : t.seqlen_k;
@@ -447,7 +469,7 @@ __device__ __forceinline__ void consume(Shared& s, const TensorMap* out_map, uns
             }
             named_sync(8 + group, 128);
         }
-        if (thread == 0 && t.blocks_n > 0) barrier_arrive(&s.q_empty);
+        if (thread == 0) barrier_arrive(&s.q_empty[group]);
     }
 }
 
@@ -468,8 +490,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     shape.left = left, shape.right = right, shape.section = section;
     shape.tiles = shape.blocks_m * shape.batch * shape.heads;
     if (threadIdx.x == 0) {
-        barrier_init(&s.q_full, 1);
-        barrier_init(&s.q_empty, GROUPS);
+        for (int i = 0; i < GROUPS; ++i) {
+            barrier_init(&s.q_full[i], 1);
+            barrier_init(&s.q_empty[i], 1);
+        }
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.k_full[i], 1);
             barrier_init(&s.v_full[i], 1);
@@ -483,7 +507,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        if (threadIdx.x == 0) produce(s, &q_map, &k_map, &v_map, shape);
+        if (threadIdx.x == 0) produce_kv(s, &k_map, &v_map, shape);
+        if (threadIdx.x == 32) produce_q(s, &q_map, shape);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume(s, &out_map, out, stride_out, stride_out_head, lse, sinks, scale_log2, cap, shape);

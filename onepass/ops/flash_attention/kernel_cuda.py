@@ -82,7 +82,7 @@ def specialize(desc: Desc) -> Specialization:
         ("HALF_SINKS", int(desc.sinks_dtype == desc.dtype)),
         ("BFLOAT16", int(desc.dtype == torch.bfloat16)),
     )
-    shared_bytes = panels * 128 * (64 * groups + 2 * stages * block_n) + 1024 + 8 * (2 + 4 * stages)
+    shared_bytes = panels * 128 * (64 * groups + 2 * stages * block_n) + 1024 + 8 * (2 * groups + 4 * stages)
     return Specialization(
         Path(__file__).with_suffix(".cu"),
         "flash_attention_kernel",
