@@ -135,6 +135,11 @@ def _cases() -> Iterator[Case]:
     yield Case("S4-top_k-then-top_p-tie", rows([[0.0] * 10] * 6, top_k=8, top_p=0.45))
     yield Case("S4-argmax-tie", rows([[1.0, 3.0, 3.0, 2.0], [3.0, 1.0, 3.0, 3.0]], temperature=0.0))
     yield Case("S4-top_k-1-tie", rows([[1.0, 3.0, 3.0, 2.0], [3.0, 1.0, 3.0, 3.0]], top_k=1))
+    yield from _parameter_cases()
+    yield from _layout_cases()
+
+
+def _parameter_cases() -> Iterator[Case]:
     yield Case("S5-temperatures", plain((2, 111), temperature=torch.tensor([0.0, 1.0])))
     yield Case("per-row", plain((8, 111), **PER_ROW))
     yield Case("per-row-int32", plain((8, 111), **{**PER_ROW, "top_k": PER_ROW["top_k"].int()}))
@@ -150,6 +155,9 @@ def _cases() -> Iterator[Case]:
     yield Case("S8-device-seed", plain((9, 111), seed=torch.tensor([2**62 + 5]), offset=torch.tensor([-3])))
     yield Case("every-other-parameter", plain((4, 111), temperature=torch.tensor([1.0, 9.0, 0.5, 9.0] * 2)[::2]))
     yield Case("expanded-parameter", plain((4, 111), top_p=torch.tensor(0.5).expand(4)))
+
+
+def _layout_cases() -> Iterator[Case]:
     for shape in ((0, 111), (3, 0), (2, 0, 111), (0, 0)):
         yield Case(f"N5-{'x'.join(map(str, shape))}", plain(shape, seed=1))
     yield _layout("one-dimension", lambda d: normal(d, 300))

@@ -41,7 +41,7 @@ TYPE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
 
 VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "logits-scalar": (lambda: onepass.sample(torch.tensor(1.0), seed=1), "'logits': expected at least one dimension"),
-    "temperature-negative": (lambda: onepass.sample(_x(), temperature=-0.1), "'temperature': expected a finite number"),
+    "temperature-negative": (lambda: onepass.sample(_x(), temperature=-0.1), "'temperature': expected a finite"),
     "temperature-infinite": (lambda: onepass.sample(_x(), temperature=math.inf), "'temperature': .*got inf"),
     "temperature-nan": (lambda: onepass.sample(_x(), temperature=math.nan), "'temperature': .*got nan"),
     "top_k-negative": (lambda: onepass.sample(_x(), top_k=-2), "'top_k': expected -1, 0 .*got -2"),
@@ -121,7 +121,7 @@ def _excess(observed: Tensor, expected: Tensor) -> float:
     return (chi_square - freedom) / math.sqrt(2 * max(freedom, 1))
 
 
-# 16 probabilities, some of them equal, and which stay under the limits, worked out by hand: the ranks are 6, 2, 9, 0, ...
+# 16 probabilities, some of them equal, and which of them the limits keep, worked out by hand. Ranked: 6, 2, 9, 0, ...
 P = [0.10, 0.02, 0.15, 0.05, 0.01, 0.08, 0.20, 0.03, 0.02, 0.12, 0.04, 0.04, 0.06, 0.03, 0.03, 0.02]
 DISTRIBUTIONS: dict[str, tuple[dict[str, Any], float, set[int]]] = {
     "all": ({}, 1.0, set(range(16))),

@@ -3,8 +3,8 @@
 The code of a logit is how far it lies below the largest, in octaves of weight and in fixed point:
 floor((largest - logit) · (log2(e) / temperature) · 2^24), with float32 operations; at most CODE_END, which stands for
 weight 0. A smaller code is a larger weight. The weight of a code is floor(2^16 · 2^-n · m): n is the code's integer
-part, m = floor(2^24 · 2^-f) by a polynomial in fused multiply-adds, f the upper 23 bits of its fraction. From there on everything is exact integer arithmetic, so neither the
-order of a sum nor how a row is cut changes a bit.
+part, and m = floor(2^24 · 2^-f) by a polynomial in fused multiply-adds, f being the upper 23 bits of its fraction. From
+there on everything is exact integer arithmetic, so neither the order of a sum nor how a row is cut changes a bit.
 """
 
 from __future__ import annotations
