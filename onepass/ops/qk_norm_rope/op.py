@@ -92,7 +92,9 @@ def qk_norm_rope(
     if q_out is None and k_out is None and v_out is None:
         q_out, k_out = cast(tuple[Tensor, Tensor], _qk_norm_rope(*args))
     else:
-        if (q_out is None or k_out is None) and isinstance(qkv, Tensor):
+        if q_out is None or k_out is None:
+            if not torch.compiler.is_compiling():
+                _check(*args, q_out, k_out, v_out)  # the sizes of what is allocated are right
             q_out = _fresh(qkv, num_q_heads, head_dim) if q_out is None else q_out
             k_out = _fresh(qkv, num_kv_heads, head_dim) if k_out is None else k_out
         _qk_norm_rope_out(*args, q_out, k_out, v_out)
