@@ -56,6 +56,37 @@ def _turn(first, second, cos, sin):
 
 
 @triton.jit
+def _heads_of(
+    step,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    tokens,
+    rows,
+    HEADS_Q: tl.constexpr,
+    HEADS_K: tl.constexpr,
+    HEADS_V: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Where the heads of a step start, one a row, and which rows have one."""
+    Q_STEPS: tl.constexpr = (HEADS_Q + HEADS - 1) // HEADS
+    K_STEPS: tl.constexpr = (HEADS_K + HEADS - 1) // HEADS
+    V_STEPS: tl.constexpr = (HEADS_V + HEADS - 1) // HEADS
+    first_step = _pick(step, 0, Q_STEPS, Q_STEPS + K_STEPS, Q_STEPS, K_STEPS, V_STEPS)
+    head = (step - first_step) * HEADS + rows % HEADS
+    stride_t = _pick(step, stride_qt, stride_kt, stride_vt, Q_STEPS, K_STEPS, V_STEPS)
+    stride_h = _pick(step, stride_qh, stride_kh, stride_vh, Q_STEPS, K_STEPS, V_STEPS)
+    at = _pick(step, q_ptr, k_ptr, v_ptr, Q_STEPS, K_STEPS, V_STEPS) + tokens * stride_t + head * stride_h
+    return at, head < _pick(step, HEADS_Q, HEADS_K, HEADS_V, Q_STEPS, K_STEPS, V_STEPS)
+
+
+@triton.jit
 def _load_weight(
     q_ptr, k_ptr, step, at, mask, Q_STEPS: tl.constexpr, K_STEPS: tl.constexpr, V_STEPS: tl.constexpr, PTX: tl.constexpr
 ):
@@ -148,12 +179,11 @@ def rope_kernel(
     positions = tl.load(positions_ptr + tokens * stride_p, mask=in_batch, other=0).to(tl.int64)
     xs, ws = (), ()
     for i in tl.static_range(STEPS):
-        step = first_step + i
-        head = (step - _pick(step, 0, Q_STEPS, Q_STEPS + K_STEPS, Q_STEPS, K_STEPS, V_STEPS)) * HEADS + rows % HEADS
-        mask = in_batch & (head < _pick(step, HEADS_Q, HEADS_K, HEADS_V, Q_STEPS, K_STEPS, V_STEPS))
-        stride_t = _pick(step, stride_qt, stride_kt, stride_vt, Q_STEPS, K_STEPS, V_STEPS)
-        stride_h = _pick(step, stride_qh, stride_kh, stride_vh, Q_STEPS, K_STEPS, V_STEPS)
-        at = _pick(step, q_ptr, k_ptr, v_ptr, Q_STEPS, K_STEPS, V_STEPS) + tokens * stride_t + head * stride_h
+        at, is_head = _heads_of(
+            *(first_step + i, q_ptr, k_ptr, v_ptr, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh),
+            *(tokens, rows, HEADS_Q, HEADS_K, HEADS_V, HEADS),
+        )
+        mask = in_batch & is_head
         for j in tl.static_range(BLOCKS):
             start = _block_start(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM)
             width = _block_width(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM, HEAD_DIM)
@@ -205,15 +235,12 @@ def rope_kernel(
         for j in tl.static_range(ROTARY_BLOCKS, BLOCKS):
             turned = turned + (tl.where(valid, ys[j], float("nan")),)
 
-        head = (step - _pick(step, 0, Q_STEPS, Q_STEPS + K_STEPS, Q_STEPS, K_STEPS, V_STEPS)) * HEADS + rows % HEADS
-        mask = in_batch & (head < _pick(step, HEADS_Q, HEADS_K, HEADS_V, Q_STEPS, K_STEPS, V_STEPS))
-        stride_t = _pick(step, stride_qot, stride_kot, stride_vot, Q_STEPS, K_STEPS, V_STEPS)
-        stride_h = _pick(step, stride_qoh, stride_koh, stride_voh, Q_STEPS, K_STEPS, V_STEPS)
-        at = (
-            _pick(step, q_out_ptr, k_out_ptr, v_out_ptr, Q_STEPS, K_STEPS, V_STEPS)
-            + tokens * stride_t
-            + head * stride_h
+        at, is_head = _heads_of(
+            *(step, q_out_ptr, k_out_ptr, v_out_ptr),
+            *(stride_qot, stride_qoh, stride_kot, stride_koh, stride_vot, stride_voh),
+            *(tokens, rows, HEADS_Q, HEADS_K, HEADS_V, HEADS),
         )
+        mask = in_batch & is_head
         for j in tl.static_range(BLOCKS):
             start = _block_start(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM)
             width = _block_width(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM, HEAD_DIM)
