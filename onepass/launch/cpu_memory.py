@@ -255,6 +255,20 @@ def store_first(typingctx: Any, base: Any, index: Any, value: Any, count: Any) -
 
 
 @intrinsic
+def stack_float32(typingctx: Any, count: Any) -> Any:
+    """The pointer to `count` float32 (a constant) on the thread's stack. They hold nothing yet."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None  # Numba then asks with the literal
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        memory = cgutils.alloca_once(builder, ir.ArrayType(F32, count.literal_value))
+        memory.align = 64
+        return builder.ptrtoint(memory, I64)
+
+    return Pointer("float32")(count), generate
+
+
+@intrinsic
 def rounded_as(typingctx: Any, base: Any, value: Any) -> Any:
     """`value` rounded to what `base` can hold, in float32 again."""
 
