@@ -121,49 +121,91 @@ def make(
     return inputs
 
 
-def _case(name: str, *args: Any, change: Callable[[Inputs], None] | None = None, **options: Any) -> Case:
+def _case(
+    name: str,
+    *args: Any,
+    change: Callable[[Inputs], None] | None = None,
+    many_programs: bool = False,
+    **options: Any,
+) -> Case:
     def build(device: torch.device) -> Inputs:
         inputs = make(device, *args, **options)
         if change is not None:
             change(inputs)
         return inputs
 
-    return Case(name, build)
+    return Case(name, build, many_programs)
 
 
 def _cases() -> Iterator[Case]:
     small = Model(4, 2, 32, 32)
     for dtype in (BF16, FP16, FP32):
         for num_tokens in (1, 3, 17):
-            yield _case(f"R8-smollm2-{NAMES[dtype]}-{num_tokens}", SMOL, 576, num_tokens, dtype)
             yield _case(f"all-{NAMES[dtype]}-{num_tokens}", small, 64, num_tokens, dtype, bias=True, qk_norm=True)
-    for name, model in MODELS.items():
-        if name not in ("R8-smollm2", "llama-3-8b", "20-heads"):
-            for num_tokens in (2, 17):
-                interleaved = num_tokens == 17
-                yield _case(f"{name}-{num_tokens}", model, 40, num_tokens, bias=True, interleaved=interleaved)
-            yield _case(f"{name}-interleaved", model, 40, 1, interleaved=True)
-            yield _case(f"{name}-qk-norm", model, 40, 1, qk_norm=True)
-    yield _case("llama-heads", LLAMA, 256, 16)
+        yield _case(f"R8-smollm2-{NAMES[dtype]}", SMOL, 576, 1, dtype, many_programs=dtype != BF16)
+    yield _case("R8-smollm2-3", SMOL, 576, 3, bias=True, many_programs=True)
+    yield _case("R8-smollm2-17", SMOL, 576, 17)
+    yield _case("llama-heads", LLAMA, 64, 16, many_programs=True)
     yield _case("R1-int32", small, 64, 3, position_dtype=torch.int32)
+    for name, model in MODELS.items():
+        if name in ("R8-smollm2", "llama-3-8b", "20-heads"):
+            continue
+        # Every model in one way in the interpreter, and in all three elsewhere.
+        way, form = len(name) % 3, {"interleaved": True}
+        yield _case(f"{name}-2", model, 40, 2, bias=True, many_programs=way != 0)
+        yield _case(f"{name}-1-interleaved", model, 40, 1, **form, many_programs=way != 1)
+        yield _case(f"{name}-17-interleaved", model, 40, 17, bias=True, qk_norm=True, **form, many_programs=way != 2)
     for num_tokens in (1, 5, 18):
-        yield _case(f"product-alone-{num_tokens}", small, 72, num_tokens, norm=False, rope=False, cache=False)
-        yield _case(
-            f"qk-norm-alone-{num_tokens}", small, 72, num_tokens, norm=False, rope=False, cache=False, qk_norm=True
-        )
+        yield _case(f"alone-{num_tokens}", small, 72, num_tokens, norm=False, rope=False, cache=False)
         yield _case(f"no-rope-{num_tokens}", small, 33, num_tokens, rope=False, bias=True)
-        yield _case(f"no-cache-{num_tokens}", small, 33, num_tokens, cache=False, bias=True)
-        yield _case(f"gemma-{num_tokens}", small, 64, num_tokens, offset=1.0, qk_norm=True, bias=True)
-        yield _case(f"fp32-params-{num_tokens}", small, 64, num_tokens, param_dtype=FP32, qk_norm=True, bias=True)
-        yield _case(f"bf16-params-{num_tokens}", small, 64, num_tokens, FP32, param_dtype=BF16, qk_norm=True, bias=True)
+        yield _case(
+            f"no-cache-{num_tokens}",
+            small,
+            33,
+            num_tokens,
+            cache=False,
+            qk_norm=num_tokens == 5,
+            many_programs=num_tokens == 18,
+        )
+        yield _case(f"gemma-{num_tokens}", small, 32, num_tokens, offset=1.0, qk_norm=True, bias=True)
+        yield _case(
+            f"fp32-params-{num_tokens}",
+            small,
+            64,
+            num_tokens,
+            param_dtype=FP32,
+            qk_norm=True,
+            bias=True,
+            many_programs=num_tokens == 18,
+        )
+        yield _case(
+            f"bf16-params-{num_tokens}",
+            small,
+            64,
+            num_tokens,
+            FP32,
+            param_dtype=BF16,
+            bias=True,
+            many_programs=num_tokens == 18,
+        )
         yield _case(f"R2-positions-{num_tokens}", small, 64, num_tokens, change=_bad_positions)
-        yield _case(f"R2-positions-qk-norm-{num_tokens}", small, 64, num_tokens, qk_norm=True, change=_bad_positions)
         yield _case(f"R7-slots-{num_tokens}", small, 64, num_tokens, change=_bad_slots)
         yield _case(f"special-{num_tokens}", small, 64, num_tokens, change=_special)
         yield _case(f"N8-large-{num_tokens}", small, 64, num_tokens, FP16, change=_large)
-        yield _case(f"layouts-{num_tokens}", small, 64, num_tokens, bias=True, change=_apart)
-        yield _case(f"not-contiguous-{num_tokens}", small, 64, num_tokens, bias=True, change=_not_contiguous)
+        yield _case(
+            f"layouts-{num_tokens}", small, 64, num_tokens, bias=True, change=_apart, many_programs=num_tokens == 18
+        )
+        yield _case(
+            f"not-contiguous-{num_tokens}",
+            small,
+            64,
+            num_tokens,
+            bias=True,
+            change=_not_contiguous,
+            many_programs=num_tokens == 18,
+        )
         yield _case(f"N7-offset-1-{num_tokens}", small, 64, num_tokens, bias=True, change=_misaligned)
+    yield _case("R2-positions-qk-norm", small, 64, 5, qk_norm=True, change=_bad_positions)
     yield _case("no-tokens", small, 64, 0)
     yield _case("one-feature-hidden", small, 1, 3)
     yield Case("llama-3-8b-300", lambda d: make(d, LLAMA, 4096, 300), gpu_only=True)
@@ -186,7 +228,7 @@ def _bad_slots(inputs: Inputs) -> None:
 
 
 def _special(inputs: Inputs) -> None:
-    """A token of zeros, one with a NaN, one with an infinity; a weight row that makes v infinite for one token."""
+    """A token of zeros, one with a NaN, one with an infinity."""
     x = inputs["x"]
     x[-1] = 0.0
     if x.shape[0] > 2:
@@ -286,9 +328,19 @@ def _compiled(kind: str, *args: Any, **more: Any) -> Callable[[Any], Any]:
 
 
 _QK_NORM = {"q_norm_dtype": BF16, "k_norm_dtype": BF16}
+# Few tokens: what is stored is a few elements a program. Many tokens: 16 bytes an access.
 COMPILED = {
     "few-1": Compiled(_compiled("few", 1, 4096, LLAMA), wide=False),
     "few-16": Compiled(_compiled("few", 16, 4096, LLAMA), wide=False),
-    "norm": Compiled(_compiled("norm", 4096, 4096, LLAMA)),
-    "after": Compiled(_compiled("after", 4096, 4096, LLAMA)),
+    "norm": Compiled(_compiled("norm", 4096, 4096, LLAMA), archs=(90, "gfx942")),
+    "after": Compiled(_compiled("after", 4096, 4096, LLAMA, **_QK_NORM)),
+    "few-1-fp32": Compiled(_compiled("few", 1, 4096, LLAMA, FP32), archs=(90,), wide=False),
+    "few-16-fp32": Compiled(_compiled("few", 16, 4096, LLAMA, FP32), archs=(90,), wide=False),
+    "few-16-fp16": Compiled(_compiled("few", 16, 576, SMOL, FP16), archs=(90,), wide=False),
+    "few-1-unaligned": Compiled(_compiled("few", 1, 577, SMOL, aligned=False), archs=(90,), wide=False),
+    "few-1-interleaved": Compiled(_compiled("few", 1, 4096, LLAMA, interleaved=True), archs=(90,), wide=False),
+    "norm-16384-fp32": Compiled(_compiled("norm", 4096, 16384, LLAMA, FP32), archs=(90,)),
+    "after-few": Compiled(_compiled("after", 64, 4096, LLAMA), archs=(90,), wide=False),
+    "after-interleaved": Compiled(_compiled("after", 4096, 4096, LLAMA, interleaved=True), archs=(90,)),
+    "after-rotary-64": Compiled(_compiled("after", 4096, 4096, Model(32, 8, 128, 64)), archs=(90,)),
 }

@@ -79,11 +79,10 @@ def specialize_norm(desc: Desc, features: Features) -> tuple[Any, Specialization
     types = (dtype, pointer(desc.norm_weight_dtype), dtype, "i64", "i64", "fp32", "fp32")
     multiples = (0, 1, 2, 4) if desc.aligned else (2,)
     multiples += (3,) if n % 16 == 0 else ()
+    warps = 4 if n <= 4096 else 8 if n <= 16384 else 16
     pdl = features.pdl and desc.num_tokens < MANY_PROGRAMS
     constants = (block, chunks, n == block * chunks, features.ptx and desc.dtype != torch.float32, pdl)
-    return norm_kernel, Specialization(
-        types, constants, multiples, 4 if block * desc.dtype.itemsize <= 8192 else 8, pdl
-    )
+    return norm_kernel, Specialization(types, constants, multiples, warps, pdl)
 
 
 def after_tile(desc: Desc) -> tuple[int, int]:
