@@ -296,7 +296,8 @@ def _compiled(head_dim: int, dtype: torch.dtype, **changes: Any) -> Callable[[An
     return specialize
 
 
-_EVERYTHING = {"left": 1023, "softcap": 50.0, "sinks_dtype": BF16, "index_dtype": torch.int32, "has_lse": True}
+_PACKED = {"sinks_dtype": BF16, "index_dtype": torch.int32, "has_lse": True}
+_EVERYTHING = {**_PACKED, "left": 1023, "softcap": 50.0}
 _SHARED_MEMORY = (80, 86, 90, "gfx942")
 """One architecture for each limit of shared memory."""
 
@@ -305,10 +306,12 @@ COMPILED = {
     "fp32-128": Compiled(_compiled(128, FP32), archs=_SHARED_MEMORY),
     "bf16-64": Compiled(_compiled(64, BF16), archs=(86, 90)),
     "bf16-256": Compiled(_compiled(256, BF16), archs=_SHARED_MEMORY),
-    "fp32-256": Compiled(_compiled(256, FP32), archs=(86,)),
+    "fp32-256": Compiled(_compiled(256, FP32), archs=(86, 90, "gfx942")),
     "fp32-64": Compiled(_compiled(64, FP32), archs=(90,)),
     "bf16-80": Compiled(_compiled(80, BF16), archs=(90,)),
     "fp16-96": Compiled(_compiled(96, FP16), archs=(90,)),
+    "bf16-128-sinks-lse": Compiled(_compiled(128, BF16, sinks_dtype=BF16, has_lse=True), archs=(90,)),
+    "bf16-128-packed": Compiled(_compiled(128, BF16, **_PACKED), archs=(90,)),
     "bf16-128-everything": Compiled(_compiled(128, BF16, **_EVERYTHING), archs=(86, 90)),
     "bf16-128-unaligned": Compiled(_compiled(128, BF16, aligned=False), archs=(90,), narrow=2),
     "bf16-128-far-rows": Compiled(_compiled(128, BF16, far_rows=True), archs=(90,)),
