@@ -97,19 +97,11 @@ __device__ __forceinline__ u64 warp_sum(u64 value) {
 }
 
 // The sum of this lane's value and those of the lanes before it.
-__device__ __forceinline__ u64 warp_running_sum(u64 value) {
+template <class T>
+__device__ __forceinline__ T warp_running_sum(T value) {
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
-        u64 other = __shfl_up_sync(0xffffffffu, value, lanes);
-        if (threadIdx.x % 32 >= lanes) value += other;
-    }
-    return value;
-}
-
-__device__ __forceinline__ u32 warp_running_sum(u32 value) {
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-        u32 other = __shfl_up_sync(0xffffffffu, value, lanes);
+        T other = __shfl_up_sync(0xffffffffu, value, lanes);
         if (threadIdx.x % 32 >= lanes) value += other;
     }
     return value;
