@@ -217,3 +217,21 @@ def test_its_ceiling_is_a_read() -> None:
     (call,), *more = copying.read_calls(CPU, [source])
     assert more == []
     assert call() == source[:6].view(FP32).sum()
+
+
+@pytest.mark.parametrize("num_tokens", [8, 17])
+def test_strides_past_2_31(num_tokens: int) -> None:
+    """Pages and rows far apart; what lies between is never touched, so it takes no memory."""
+    inputs = qkv_proj.make(CPU, MODEL, 24, num_tokens, BF16)
+    inputs["slot_mapping"][-1] = 3 * 4 - 1
+    near = clone_inputs(inputs)
+    near["key_cache"], near["value_cache"] = (near[name][:3].clone() for name in qkv_proj.CACHES)
+    expected = onepass.qkv_proj(**near)
+    x = torch.empty(2**31 + 24, dtype=BF16).as_strided((num_tokens, 24), (2**31 // num_tokens // 8 * 8, 1))
+    far = {**inputs, "x": x.copy_(inputs["x"])}
+    for name in qkv_proj.CACHES:
+        far[name] = torch.empty(2**31 + 64, dtype=BF16).as_strided((3, 4, 2, 8), (2**30, 16, 8, 1))
+        far[name].copy_(inputs[name][:3])
+    assert_same_bits(onepass.qkv_proj(**far), expected, "far apart")
+    for name in qkv_proj.CACHES:
+        assert torch.equal(far[name], near[name]), name
