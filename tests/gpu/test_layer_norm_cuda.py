@@ -11,7 +11,7 @@ from torch import Tensor
 import onepass
 
 CUDA = torch.device("cuda", 0)
-LENGTHS = (16392, 32768, 50000, 65536, 90112)
+LENGTHS = (16392, 32768, 50000, 65536, 151936)
 
 
 def _runs_here() -> bool:
@@ -49,17 +49,18 @@ def test_values(n: int) -> None:
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("weight", "bias"), [(True, False), (False, True), (False, False)])
 def test_parts(activation: str | None, weight: bool, bias: bool) -> None:
-    params = layer_norm.params(CUDA, 32776, BF16, BF16)
+    params = layer_norm.params(CUDA, 32784, BF16, BF16)
     kept = {"weight": params["weight"] if weight else None, "bias": params["bias"] if bias else None}
-    inputs = {"x": normal(CUDA, 7, 32776, dtype=BF16), **kept, "activation": activation}
+    inputs = {"x": normal(CUDA, 7, 32784, dtype=BF16), **kept, "activation": activation}
     check_values(layer_norm, inputs, (_norm(**inputs),))
 
 
-def test_rows_apart_and_special_rows() -> None:
-    x = normal(CUDA, 16, 2 * 20480, dtype=BF16)[:, :20480]
+@pytest.mark.parametrize("n", [20480, 65536])
+def test_rows_apart_and_special_rows(n: int) -> None:
+    x = normal(CUDA, 16, 2 * n, dtype=BF16)[:, :n]
     x[0], x[1, 5], x[2, -1], x[3] = float("nan"), float("inf"), float("-inf"), 3e38
     x[4, :8], x[5, 100], x[6] = 1e4, 3e3, 0.0
-    inputs = {"x": x, **layer_norm.params(CUDA, 20480, BF16, BF16)}
+    inputs = {"x": x, **layer_norm.params(CUDA, n, BF16, BF16)}
     check_values(layer_norm, inputs, (_norm(**inputs),))
 
 

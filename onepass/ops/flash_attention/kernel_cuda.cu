@@ -407,13 +407,10 @@ __device__ __forceinline__ void consume(Shared& s, const TensorMap* out_map, uns
                 keep(o);
                 if (thread == 0) barrier_arrive(&s.v_empty[v_pipe.stage]);
                 v_pipe.next();
-                // The largest score of a row soon stays what it is.
-                if (__any_sync(~0u, scale[0] != 1.0f || scale[1] != 1.0f)) {
 #pragma unroll
-                    for (int i = 0; i < D / 8; ++i)
+                for (int i = 0; i < D / 8; ++i)
 #pragma unroll
-                        for (int c = 0; c < 4; ++c) o[4 * i + c] *= scale[c / 2];
-                }
+                    for (int c = 0; c < 4; ++c) o[4 * i + c] *= scale[c / 2];
                 probabilities(p, sc);
             }
             barrier_wait(&s.v_full[v_pipe.stage], v_pipe.parity);
