@@ -173,6 +173,7 @@ def rope_kernel(
     rows = tl.arange(0, HEADS * TOKENS)[:, None]
     tokens = first_token + rows // HEADS
     lanes = tl.arange(0, BLOCK)[None, :]
+    nan = narrow(tl.full([1, 1], float("nan"), tl.float32), dtype)
     in_batch = tokens < num_tokens
 
     # All loads come first: the compiler moves none across a store or an exchange between lanes.
@@ -215,8 +216,6 @@ def rope_kernel(
         ys = ()
         for j in tl.static_range(BLOCKS):
             ys = ys + (widen(xs[i * BLOCKS + j], PTX),)
-        if V_STEPS > 0:
-            unchanged = ys
         if NORM:
             squares = ys[0] * ys[0]
             for j in tl.static_range(1, BLOCKS):
@@ -233,7 +232,7 @@ def rope_kernel(
         else:
             turned = _turn(ys[0], ys[1], cos, sin)
         for j in tl.static_range(ROTARY_BLOCKS, BLOCKS):
-            turned = turned + (tl.where(valid, ys[j], float("nan")),)
+            turned = turned + (ys[j],)
 
         at, is_head = _heads_of(
             *(step, q_out_ptr, k_out_ptr, v_out_ptr),
@@ -244,10 +243,13 @@ def rope_kernel(
         for j in tl.static_range(BLOCKS):
             start = _block_start(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM)
             width = _block_width(j, BLOCK, ROTARY_BLOCKS, WIDTH, ROTARY_DIM, HEAD_DIM)
-            y = turned[j]
+            # Chosen once they are rounded: NaN then has the same bits in every kernel, and v its own.
+            y = narrow(turned[j], dtype)
+            if j >= ROTARY_BLOCKS:
+                y = tl.where(valid, y, nan)
             if V_STEPS > 0:
-                y = tl.where(step < Q_STEPS + K_STEPS, y, unchanged[j])
-            tl.store(at + start + lanes, narrow(y, dtype), mask=mask & (lanes < width))
+                y = tl.where(step < Q_STEPS + K_STEPS, y, xs[i * BLOCKS + j])
+            tl.store(at + start + lanes, y, mask=mask & (lanes < width))
 
 
 class Config(NamedTuple):

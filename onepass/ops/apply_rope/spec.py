@@ -54,7 +54,7 @@ def _unfused_bytes(inputs: dict[str, Any]) -> int:
 
 SPEC = OpSpec(
     op="apply_rope",
-    shapes=tuple((t, *model) for model in ((32, 8, 128), (9, 3, 64)) for t in (1, 64, 8192)),
+    shapes=(*((t, 32, 8, 128) for t in (1, 64, 8192)), *((t, 9, 3, 64) for t in (1, 64))),
     make_inputs=make_inputs,
     fused=apply_rope,
     unfused=unfused,

@@ -92,7 +92,7 @@ def _allocate_out(inputs: Inputs) -> Inputs:
 
 SPEC = OpSpec(
     op="qk_norm_rope",
-    shapes=tuple((t, *model) for model in ((32, 8, 128), (9, 3, 64)) for t in (1, 64, 8192)),
+    shapes=(*((t, 32, 8, 128) for t in (1, 64, 8192)), *((t, 9, 3, 64) for t in (1, 64))),
     make_inputs=make_inputs,
     fused=qk_norm_rope,
     unfused=unfused,
