@@ -25,7 +25,7 @@ from onepass.errors import ProviderUnavailableError
 from onepass.ops.spec import Inputs, OpSpec, tensor_bytes
 
 ROUNDS = 5
-SECONDS_A_PROVIDER = {"cpu": 0.4, "cuda": 0.3}
+SECONDS_A_PROVIDER = {"cpu": 0.4, "cuda": 0.15}
 MAX_SETS = 4096
 # Different random data for so many sets; more are copies of these, which is enough against caches.
 DRAWN_SETS = 4
