@@ -294,6 +294,19 @@ def load_index(typingctx: Any, base: Any, index: Any) -> Any:
 
 
 @intrinsic
+def move(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy `count` elements as they are, NaN bit for bit. Both pointers have the same storage."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        element, size, _ = _STORAGE[source.storage]
+        to, origin = (builder.inttoptr(address, element.as_pointer()) for address in args[:2])
+        cgutils.raw_memmove(builder, to, origin, args[2], size)
+        return context.get_dummy_value()
+
+    return types.void(target, source, types.int64), generate
+
+
+@intrinsic
 def take(typingctx: Any, counter: Any, count: Any) -> Any:
     """Add `count` to the int64 at the address `counter`, atomically; its value before."""
 

@@ -19,6 +19,7 @@ from onepass.launch.cpu_memory import (
     load_first,
     load_index,
     load_pair,
+    move,
     publish,
     row_start,
     store_first,
@@ -259,7 +260,6 @@ def rope_kernel(
     v: Any,
     q_weight: Any,
     k_weight: Any,
-    ones: Any,
     cache: Any,
     positions_32: Any,
     positions_64: Any,
@@ -334,10 +334,9 @@ def rope_kernel(
                 streaming,
             )
             v_token, v_out_token = row_start(v, token, stride_vt), row_start(v_out, token, stride_vot)
-            one = splat(1.0)
             for head in range(num_v_heads):
                 v_head, v_out_head = row_start(v_token, head, stride_vh), row_start(v_out_token, head, stride_voh)
-                _copy(v_head, v_out_head, ones, one, one, 0, head_dim, streaming)
+                move(v_out_head, v_head, head_dim)
         first_token = take(counter, chunk)
     publish()
 
@@ -354,7 +353,6 @@ def _compiled(
         cpu.choice("interleaved" if interleaved else "halves"),
         *(x, x, x),
         *(cpu.pointer(weight, "ones") for weight in (q_weight_dtype, k_weight_dtype)),
-        cpu.pointer(None, "ones"),
         cpu.pointer(torch.float32),
         cpu.pointer(torch.int32),
         cpu.pointer(torch.int64),
@@ -406,7 +404,6 @@ def _launch(
         _address(v),
         _address(q_weight),
         _address(k_weight),
-        0,
         cache.data_ptr(),
         positions.data_ptr(),
         positions.data_ptr(),

@@ -85,6 +85,17 @@ def test_v_is_a_view_unless_it_has_an_output() -> None:
     assert torch.equal(out, parts(inputs["qkv"])[2])
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_v_is_moved_bit_for_bit(dtype: torch.dtype) -> None:
+    """NaN that carries bits of its own, too."""
+    qkv = heads(CPU, 3, 128, dtype=dtype)
+    integers = torch.int16 if dtype == BF16 else torch.int32
+    qkv.view(integers)[:, 100:110] = -1  # every bit
+    out = torch.empty(3, 2, 16, dtype=dtype)
+    onepass.qk_norm_rope(**arguments(qkv=qkv), v_out=out)
+    assert_same_bits((out,), (parts(qkv)[2],), "v")
+
+
 @pytest.mark.parametrize("names", [("q_out",), ("k_out",), ("q_out", "k_out"), ("q_out", "k_out", "v_out")])
 def test_outputs_that_are_parts_of_qkv(names: tuple[str, ...]) -> None:
     inputs = arguments()
