@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from onepass.ops.layer_norm.op import layer_norm, layer_norm_silu
     from onepass.ops.logsumexp.op import logsumexp
     from onepass.ops.merge_attention_states.op import merge_attention_states
+    from onepass.ops.paged_attention.op import paged_attention
     from onepass.ops.qk_norm_rope.op import qk_norm_rope
     from onepass.ops.qkv_proj.op import qkv_proj
     from onepass.ops.rms_norm.op import fused_add_rms_norm, fused_add_rms_norm_, rms_norm
@@ -58,6 +59,7 @@ __all__ = [
     "layer_norm_silu",
     "logsumexp",
     "merge_attention_states",
+    "paged_attention",
     "qk_norm_rope",
     "qkv_proj",
     "relu_and_mul",
@@ -87,6 +89,7 @@ _LAZY = {
     "layer_norm_silu": "onepass.ops.layer_norm.op",
     "logsumexp": "onepass.ops.logsumexp.op",
     "merge_attention_states": "onepass.ops.merge_attention_states.op",
+    "paged_attention": "onepass.ops.paged_attention.op",
     "qk_norm_rope": "onepass.ops.qk_norm_rope.op",
     "qkv_proj": "onepass.ops.qkv_proj.op",
     "relu_and_mul": "onepass.ops.gated_activation.op",

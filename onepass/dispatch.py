@@ -40,6 +40,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "flash_attention": ("triton", "cpu", "reference"),
     "append_kv": ("triton", "cpu", "reference"),
     "merge_attention_states": ("triton", "cpu", "reference"),
+    "paged_attention": ("triton", "cpu", "reference"),
 }
 
 FORMS: dict[str, str] = {

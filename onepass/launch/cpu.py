@@ -17,7 +17,7 @@ from llvmlite import binding
 from numba import njit, types
 from numba.core import config as _numba_config
 
-from onepass.launch import cpu_cache, cpu_math, cpu_memory, cpu_tile, cpu_vector
+from onepass.launch import cpu_cache, cpu_gather, cpu_math, cpu_memory, cpu_tile, cpu_vector
 from onepass.launch.cpu_memory import Pointer
 from onepass.launch.cpu_threads import run_rows
 from onepass.launch.cpu_vector import Choice
@@ -56,7 +56,8 @@ class Kernel:
     def __init__(self, function: Callable[..., None]) -> None:
         dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
         file = inspect.getfile(function)
-        sources = {file, __file__, cpu_math.__file__, cpu_memory.__file__, cpu_tile.__file__, cpu_vector.__file__}
+        helpers = (cpu_gather, cpu_math, cpu_memory, cpu_tile, cpu_vector)
+        sources = {file, __file__, *(str(helper.__file__) for helper in helpers)}
         sources |= _files_of_inlined(function)
         name = f"{Path(file).parent.name}.{function.__name__}"
         dispatcher._cache = cpu_cache.KernelCache(name, tuple(sorted(sources)))

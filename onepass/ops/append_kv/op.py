@@ -145,8 +145,14 @@ def _strides(kv_layout: str, tensors: Tensors) -> Strides:
     assert v is not None
     assert key_cache is not None
     assert value_cache is not None
-    caches = (*nhd_strides(key_cache, kv_layout), *nhd_strides(value_cache, kv_layout))
-    return Strides(*k.stride()[:2], *v.stride()[:2], *caches)
+    return Strides(
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        *nhd_strides(key_cache, kv_layout),
+        *nhd_strides(value_cache, kv_layout),
+    )
 
 
 def _desc(kv_layout: str, tensors: Tensors, aligned: bool) -> Desc:

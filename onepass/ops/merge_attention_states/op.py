@@ -158,7 +158,8 @@ def _desc(tensors: Tensors, aligned: bool) -> Desc:
     bits = 0
     for stride in _strides(tensors)[:9]:
         bits |= stride * out_a.element_size()
-    return Desc(out_a.device, out_a.dtype, *out_a.shape, aligned and not bits & 15, copied)
+    batch, q_len, heads, dim = out_a.shape
+    return Desc(out_a.device, out_a.dtype, batch, q_len, heads, dim, aligned and not bits & 15, copied)
 
 
 def _make_plan(aligned: bool, values: tuple[Any, ...], tensors: Tensors) -> Plan:
