@@ -28,8 +28,8 @@ class Provider:
 
     `one_pass` says that it moves the least bytes by the model (`spec.bytes_moved`, else `spec.unfused_bytes`).
     `in_place` says that it overwrites its inputs, so that it needs some of its own. `launches` is the model's count of
-    kernels a call, where the model says it; `warm_heap` has it timed in the process of `warm_heap.py`. `build` raises
-    ProviderUnavailableError with what is missing.
+    kernels a call, where the model says it; `warm_heap` has it timed in the process of `warm_heap.py`. `devices`: the
+    kinds that a peer is for. `build` raises ProviderUnavailableError with what is missing.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Provider:
     takes_out: bool = False
     in_place: bool = False
     warm_heap: bool = False
+    devices: tuple[str, ...] = ("cuda",)
     launches: Callable[[OpSpec], int | None] = lambda spec: None
 
 
@@ -57,15 +58,14 @@ def providers_for(spec: OpSpec, device: torch.device) -> tuple[Provider, ...]:
             )
         )
     providers.append(Provider(COMPILE, _compiled))
-    if device.type != "cpu":
-        providers += peers(spec.op)
+    providers += [peer for peer in peers(spec.op) if device.type in peer.devices]
     providers.append(Provider(ONEPASS, lambda spec: spec.fused, launches=lambda spec: 1))
     providers.append(Provider(ONEPASS_OUT, lambda spec: spec.fused, takes_out=True, launches=lambda spec: 1))
     return tuple(providers)
 
 
 def peers(op: str) -> tuple[Provider, ...]:
-    """The op's optional peers, all for GPUs: `PEERS` of `bench/peers/<op>.py`, if there is one."""
+    """The op's optional peers: `PEERS` of `bench/peers/<op>.py`, if there is one."""
     module = f"onepass.bench.peers.{op}"
     return importlib.import_module(module).PEERS if importlib.util.find_spec(module) else ()
 

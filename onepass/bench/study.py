@@ -63,10 +63,12 @@ def plan_study(name: str, device: torch.device, dtypes: Sequence[torch.dtype] = 
 
 
 def plan_bench(op: str, device: torch.device, dtypes: Sequence[torch.dtype] = ()) -> Plan:
-    """The sweep that an op's spec names, the largest first; on a CPU the shapes of up to 16 Mi elements."""
-    shapes = sorted(specs.load(op).shapes, key=math.prod, reverse=True)
+    """The sweep that an op's spec names, the largest first; on a CPU its own, or the shapes of up to 16 Mi elements."""
+    spec = specs.load(op)
+    shapes = sorted(spec.shapes, key=math.prod, reverse=True)
     if device.type == "cpu":
-        shapes = [shape for shape in shapes if math.prod(shape) <= MAX_ELEMENTS_ON_CPU]
+        few = [shape for shape in shapes if math.prod(shape) <= MAX_ELEMENTS_ON_CPU]
+        shapes = sorted(spec.cpu_shapes, key=math.prod, reverse=True) or few
     return _plan(op, op, shapes, device, dtypes)
 
 

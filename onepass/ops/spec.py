@@ -17,11 +17,11 @@ Inputs = dict[str, Any]
 class OpSpec:
     """Everything the benchmark core needs to know of an op.
 
-    `shapes` are the sizes of its sweep. `make_inputs(shape, dtype, device, seed)` draws random inputs for one.
-    `fused(**inputs)` is the public op, `unfused(**inputs)` the same in plain torch ops, one kernel a step, and
-    `reference(**inputs)` what is run in float64 for the truth. `allocate_out(inputs)` gives the keyword
-    arguments of the out-form. `bytes_moved` and `flops` count what one call must move and compute;
-    `unfused_bytes` and `unfused_launches` count the same for the unfused ops.
+    `shapes` are the sizes of its sweep, `cpu_shapes` those on a CPU where it takes others.
+    `make_inputs(shape, dtype, device, seed)` draws random inputs for one. `fused(**inputs)` is the public op,
+    `unfused(**inputs)` the same in plain torch ops, one kernel a step, and `reference(**inputs)` what is run in float64
+    for the truth. `allocate_out(inputs)` gives the keyword arguments of the out-form. `bytes_moved` and `flops` count
+    what one call must move and compute; `unfused_bytes` and `unfused_launches` count the same for the unfused ops.
 
     The rows of a result must not depend on each other: of tensors too large for float64 copies, benchmarks run the
     reference on some rows alone. `row_inputs` names the inputs whose first dimension is the rows, as it is that of each
@@ -48,6 +48,7 @@ class OpSpec:
     unfused_launches: int
     flops: Callable[[Inputs], int]
     dtypes: tuple[torch.dtype, ...] = field(default=(torch.float32, torch.bfloat16, torch.float16))
+    cpu_shapes: tuple[tuple[int, ...], ...] = ()
     row_inputs: tuple[str, ...] = ()
     ceiling: Literal["copy", "read"] = "copy"
     fault: Callable[[Inputs, Any], str] | None = None

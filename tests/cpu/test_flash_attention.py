@@ -151,10 +151,9 @@ def test_configs_are_whole_blocks() -> None:
     for head_dim in (1, 16, 64, 80, 128, 192, 256):
         for element_size in (2, 4):
             for shared_kb, warpgroups in ((64, False), (99, False), (163, False), (227, True)):
-                for plain in (False, True):
-                    found = config.heuristic(head_dim, element_size, shared_kb << 10, warpgroups, plain)
-                    assert all(n & (n - 1) == 0 for n in found[:3])
-                    assert config.block_d(head_dim) >= max(head_dim, 16)
+                found = config.heuristic(head_dim, element_size, shared_kb << 10, warpgroups)
+                assert all(n & (n - 1) == 0 for n in found[:3])
+                assert config.block_d(head_dim) >= max(head_dim, 16)
 
 
 def _inputs(**changes: Any) -> dict[str, Any]:

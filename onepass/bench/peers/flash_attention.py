@@ -1,4 +1,4 @@
-"""Peers of flash_attention on a GPU: PyTorch's FlashAttention-2 and cuDNN's kernel behind SDPA, and FlashInfer."""
+"""Peers of flash_attention: SDPA on a CPU; FlashAttention-2 and cuDNN behind it, and FlashInfer, on a GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onepass.errors import ProviderUnavailableError
 from onepass.ops.spec import OpSpec
 
 
-def _sdpa(backend: SDPBackend, spec: OpSpec) -> Function:
+def _sdpa(backends: list[SDPBackend], spec: OpSpec) -> Function:
     def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         # SDPA aligns the causal mask to the top left, which is the same where there are as many queries as keys.
         is_causal = causal and q.shape[1] > 1
         assert not is_causal or q.shape[1] == k.shape[1]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(backend):
+        with sdpa_kernel(backends):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)
 
@@ -53,7 +53,8 @@ def _flashinfer(spec: OpSpec) -> Function:
 
 
 PEERS = (
-    Provider("SDPA flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
-    Provider("SDPA cuDNN", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+    Provider("SDPA", partial(_sdpa, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), devices=("cpu",)),
+    Provider("SDPA flash", partial(_sdpa, [SDPBackend.FLASH_ATTENTION])),
+    Provider("SDPA cuDNN", partial(_sdpa, [SDPBackend.CUDNN_ATTENTION])),
     Provider("flashinfer", _flashinfer),
 )

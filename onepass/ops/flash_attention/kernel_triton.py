@@ -335,8 +335,7 @@ def specialize(desc: Desc, features: Features, config: Config | None = None) -> 
 
 
 def _config(desc: Desc, features: Features) -> Config:
-    plain = desc.aligned and not (desc.far_rows or desc.varlen or desc.softcap) and desc.left == UNBOUNDED
-    return heuristic(desc.head_dim, desc.dtype.itemsize, features.shared_bytes, features.wgmma, plain)
+    return heuristic(desc.head_dim, desc.dtype.itemsize, features.shared_bytes, features.wgmma)
 
 
 def _unit(desc: Desc) -> int:
