@@ -8,7 +8,7 @@ inf - inf; a part that is all -inf has m = -inf and s = 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,16 +23,13 @@ MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 MIN_FLOAT32 = tl.constexpr(1.1754943508222875e-38)
 NO_COLUMN = tl.constexpr(2**62)
 
-CHUNK = 4096
-"""Columns of a long row that a program holds at once."""
+CHUNK_BYTES = 8192
+"""What a program holds of a long row."""
 
 NUM_WARPS = 4
 
 MAX_PARTS = 4096
 """Chunks whose statistics are put together at once."""
-
-FEW_CHUNKS = 2048
-CHUNKS_OF_MANY = 2
 
 MANY_PROGRAMS = 4096
 """From here on programmatic dependent launch is left out: it hides the launch, and each program starts 1.2 ns later."""
@@ -123,7 +120,6 @@ def statistics_kernel(
     stride_tm,
     temperature,
     CHUNK: tl.constexpr,
-    CHUNKS_A_PROGRAM: tl.constexpr,
     GREEDY: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -132,59 +128,59 @@ def statistics_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    programs_a_row = tl.cdiv(num_chunks, CHUNKS_A_PROGRAM)
-    row = tl.program_id(0).to(tl.int64) // programs_a_row
-    first_chunk = (tl.program_id(0) % programs_a_row) * CHUNKS_A_PROGRAM
+    program = tl.program_id(0).to(tl.int64)
+    row = program // num_chunks
+    start = (program % num_chunks) * CHUNK
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row * stride_tm)
     scale = row_scale(temperature, GREEDY)
     lanes = tl.arange(0, CHUNK)
-    start = first_chunk.to(tl.int64) * CHUNK
-    x_ptr += row * stride_xm + start
-    xs = ()
-    for i in tl.static_range(CHUNKS_A_PROGRAM):
-        xs = xs + (tl.load(x_ptr + i * CHUNK + lanes, mask=i * CHUNK + lanes < N - start, other=float("-inf")),)
-    for i in tl.static_range(CHUNKS_A_PROGRAM):
-        x = widen(xs[i], PTX and x_ptr.dtype.element_ty != tl.float32)
-        largest = tl.max(x, axis=0)
-        total = tl.sum(terms(x, finite_centre(largest), scale, PTX), axis=0)
-        at = row * num_chunks + first_chunk + i
-        inside = first_chunk + i < num_chunks
-        tl.store(maxima_ptr + at, largest, mask=inside)
-        tl.store(sums_ptr + at, total, mask=inside)
-        if GREEDY:
-            tl.store(firsts_ptr + at, start + i * CHUNK + first_lane(x, largest, lanes), mask=inside)
+    x = tl.load(x_ptr + row * stride_xm + start + lanes, mask=lanes < N - start, other=float("-inf"))
+    x = widen(x, PTX and x_ptr.dtype.element_ty != tl.float32)
+    largest = tl.max(x, axis=0)
+    total = tl.sum(terms(x, finite_centre(largest), scale, PTX), axis=0)
+    tl.store(maxima_ptr + program, largest)
+    tl.store(sums_ptr + program, total)
+    if GREEDY:
+        tl.store(firsts_ptr + program, start + first_lane(x, largest, lanes))
 
 
-def few_programs(num_rows: int, num_chunks: int) -> bool:
-    """Whether programmatic dependent launch pays."""
-    return num_rows * -(-num_chunks // chunks_a_program(num_rows, num_chunks)) < MANY_PROGRAMS
+class Chunks(NamedTuple):
+    """How a long row is cut. It depends on N and the dtype alone, and so do the bits of a row."""
+
+    size: int
+    """Columns of a chunk."""
+    number: int
+    parts: int
+    """Chunks that `merge_parts` takes at once."""
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.number // self.parts)
+
+
+def chunks_of(n: int, element_size: int) -> Chunks:
+    """The chunks of a row of n elements."""
+    size = CHUNK_BYTES // element_size
+    number = -(-n // size)
+    return Chunks(size, number, min(MAX_PARTS, triton.next_power_of_2(number)))
 
 
 def specialize_statistics(
     dtype: torch.dtype, num_rows: int, n: int, aligned: bool, per_row: bool, greedy: bool, features: Features
 ) -> tuple[Any, Specialization]:
     """`statistics_kernel` and what it is compiled for."""
-    num_chunks = -(-n // CHUNK)
-    taken = chunks_a_program(num_rows, num_chunks)
-    pdl = features.pdl and few_programs(num_rows, num_chunks)
+    chunks = chunks_of(n, dtype.itemsize)
+    pdl = features.pdl and num_rows * chunks.number < MANY_PROGRAMS
     special = Specialization(
         (
             *(pointer(dtype), pointer(torch.float32 if per_row else None)),
             *("*fp32", "*fp32", pointer(torch.int64 if greedy else None)),
             *("i64", "i32", "i64", "i64", "fp32"),
         ),
-        (CHUNK, taken, greedy, features.ptx, pdl),
+        (chunks.size, greedy, features.ptx, pdl),
         ((0, 7) if aligned else ()) + ((5,) if n % 16 == 0 else ()),
         NUM_WARPS,
         pdl,
     )
     return statistics_kernel, special
-
-
-def chunks_a_program(num_rows: int, num_chunks: int) -> int:
-    """How many chunks a program takes: one where there are few, so that one row fills the GPU.
-
-    A chunk's arithmetic and the order of the merge are the same in both.
-    """
-    return 1 if num_rows * num_chunks <= FEW_CHUNKS else CHUNKS_OF_MANY

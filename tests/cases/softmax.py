@@ -136,7 +136,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"S1-S2-{name}", _special(576, dtype))
         yield Case(f"S5-{name}", _tempered(576, dtype))
     yield Case("S1-S2-long", _special(16400, BF16))
-    yield Case("S1-S2-long-fp32", _special(20000, FP32))
+    yield Case("S1-S2-long-fp32", _special(16401, FP32))
     for n in (1, 3, 17, 2047, 2049):
         yield Case(f"N2-{n}", plain((n, n) if n < 20 else (2, n), BF16))
     yield Case("vector", plain((129,), FP32))
@@ -144,7 +144,7 @@ def _cases() -> Iterator[Case]:
     for n in (16385, 32769, 65537):
         yield Case(f"N3-{n}", plain((2, n), BF16))
     for n, dtype in ((49152, BF16), (128256, FP32), (151936, BF16)):
-        yield Case(f"S6-{n}-{NAMES[dtype]}", plain((2, n), dtype))
+        yield Case(f"S6-{n}-{NAMES[dtype]}", plain((2, n), dtype), many_programs=n > 100000)
     for shape in ((3, 0, 2520), (0, 4096), (4, 0), (0,)):
         yield Case(f"N5-{'x'.join(map(str, shape))}", plain(shape, BF16))
     yield Case("large-fp16", plain((7, 576), FP16, scale=3e4))
@@ -160,7 +160,7 @@ def _cases() -> Iterator[Case]:
     yield Case("S5-long", _tempered(16400, BF16, 8))
     yield Case("S5-one-row", lambda d: {"logits": normal(d, 17), "temperature": torch.tensor(0.0, device=d)})
     yield Case("S5-temperatures-of-a-view", _strided_temperatures)
-    for n in (111, 4099, 20000):
+    for n in (111, 4099, 16400):
         yield Case(f"S4-ties-cold-{n}", _ties(n, 0.0))
     yield Case("S4-ties", _ties(111, 0.1))
     yield Case("bad-temperatures", _bad_temperatures)
@@ -173,14 +173,14 @@ def _cases() -> Iterator[Case]:
     yield _layout("N7-offset-1", lambda d: view(17 * 576 + 1)(d)[1:].view(17, 576))
     yield _layout("N7-odd-stride", lambda d: view(17, 577)(d)[:, 1:])
     yield _layout("N7-long", lambda d: view(2 * 20001)(d)[1:-1].view(2, 20000))
-    yield _layout("long-strided-rows", lambda d: view(3, 40000)(d)[:, :32768])
+    yield _layout("long-strided-rows", lambda d: view(2, 40000)(d)[:, :20000])
     yield Case("N14-65537-rows", plain((65537, 8), BF16), many_programs=True)
     yield Case("N1-past-2-31", _past_2_31, gpu_only=True)
 
 
 def _one_of_many(device: torch.device) -> Inputs:
     """Nearly all of the sum is one term, in the last chunk."""
-    x = normal(device, 3, 40000, dtype=FP32)
+    x = normal(device, 2, 20000, dtype=FP32)
     x[:, -1] = 30.0
     return {"logits": x, "temperature": None}
 

@@ -18,11 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onepass.launch.triton import Features, Specialization, features, load, pointer, unsupported_device
 from onepass.ops.row_config import MAX_RESIDENT, Config, heuristic
 from onepass.ops.softmax_triton import (
-    CHUNK,
     LOG2_E,
     MANY_PROGRAMS,
-    MAX_PARTS,
-    chunks_a_program,
+    chunks_of,
     finite_centre,
     merge_parts,
     specialize_statistics,
@@ -113,14 +111,13 @@ def specialize(desc: Desc, features: Features, config: Config | None = None) -> 
 
 def specialize_long(desc: Desc, features: Features) -> tuple[tuple[Any, Specialization], tuple[Any, Specialization]]:
     """The two kernels for longer rows."""
-    num_chunks = -(-desc.num_cols // CHUNK)
-    parts = min(MAX_PARTS, triton.next_power_of_2(num_chunks))
+    chunks = chunks_of(desc.num_cols, desc.dtype.itemsize)
     pdl = features.pdl and desc.num_rows < MANY_PROGRAMS
     merge = Specialization(
         ("*fp32", "*fp32", "*fp32", "i32", "i64"),
-        (parts, -(-num_chunks // parts), features.ptx, pdl),
+        (chunks.parts, chunks.rounds, features.ptx, pdl),
         (),
-        1 if parts <= 128 else 4,
+        1 if chunks.parts <= 128 else 4,
         pdl,
     )
     statistics = specialize_statistics(desc.dtype, desc.num_rows, desc.num_cols, desc.aligned, False, False, features)
@@ -146,12 +143,11 @@ def _prepare_short(desc: Desc) -> Callable[..., None]:
 def _prepare_long(desc: Desc) -> Callable[..., None]:
     statistics, merge = (load(*kernel, desc.device) for kernel in specialize_long(desc, features(desc.device)))
     num_rows, num_cols = desc.num_rows, desc.num_cols
-    num_chunks = -(-num_cols // CHUNK)
-    grid = num_rows * -(-num_chunks // chunks_a_program(num_rows, num_chunks))
-    size = num_rows * num_chunks
+    num_chunks = chunks_of(num_cols, desc.dtype.itemsize).number
+    grid = num_rows * num_chunks
 
     def run(strides: RowStrides, x: Tensor, out: Tensor) -> None:
-        maxima, sums = torch.empty(2 * size, dtype=torch.float32, device=x.device).split(size)
+        maxima, sums = torch.empty((2, grid), dtype=torch.float32, device=x.device)
         statistics(grid, (x, None, maxima, sums, None), num_cols, num_chunks, strides.x, 0, 1.0)
         merge(num_rows, (maxima, sums, out), num_chunks, strides.out)
 

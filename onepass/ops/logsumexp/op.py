@@ -51,7 +51,7 @@ def logsumexp(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Arithmetic is in float32. Special values are as torch's: -inf where all is -inf (or the row is empty), +inf with a
     +inf, NaN with a NaN. A row's bits depend on N, the dtype, the alignment of memory and the backend, never on the
-    other rows. On a GPU, rows of more than 16384 elements use 8 bytes of workspace for 4096 elements, from PyTorch's
+    other rows. On a GPU, rows of more than 16384 elements use a workspace of 8 bytes a chunk of 8 KB, from PyTorch's
     allocator.
 
     Args:

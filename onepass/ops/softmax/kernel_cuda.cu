@@ -221,6 +221,6 @@ softmax_cluster_kernel(const unsigned char* x, const float* temperatures, unsign
             if (cold) results[i] = (taken == v * ALL_THREADS * WIDTH + i ? 1.0f : 0.0f) + 0.0f * row_total;
         }
         if ((v + 1) * ALL_THREADS <= ROW_VECTORS || v * ALL_THREADS + thread < ROW_VECTORS)
-            out[v * ALL_THREADS + thread] = pack(results);
+            __stcs(out + v * ALL_THREADS + thread, pack(results));
     }
 }

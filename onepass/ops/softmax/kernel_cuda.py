@@ -24,8 +24,9 @@ ELEMENTS = 32
 MAX_VOCAB_SIZE = 262144
 """The longest row: 8 blocks of 1024 threads."""
 
-FEW_ROWS = 8
-"""Up to this many rows, more and smaller blocks a row: one row then uses more multiprocessors."""
+FEW_ROWS = 64
+"""Up to this many rows, more and smaller blocks a row: one row then uses more multiprocessors. On an H200 one row of
+128256 float32 takes 3.3 µs with 16 blocks and 3.9 with 8, 64 rows 21.0 with both, 256 rows 74.4 and 71.9."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of the kernel's enum."""

@@ -69,7 +69,7 @@ def softmax(logits: Tensor, *, temperature: float | Tensor | None = None, out: T
     Arithmetic is in float32, and a result is rounded once. -inf gives 0. A row is NaN where torch's is: with a NaN,
     with +inf, or when all of it is -inf. A row's bits depend on N, the dtype, the alignment of memory and the backend,
     never on the other rows. On a GPU, rows of more than 16384 elements that no cluster of blocks takes (`explain` says
-    so) use 8 bytes of workspace for 4096 elements, from PyTorch's allocator.
+    so) use a workspace of 8 bytes a chunk of 8 KB, from PyTorch's allocator.
 
     Args:
         logits: [..., N], float32, bfloat16 or float16, any row strides; other layouts are copied first.

@@ -9,8 +9,7 @@ from onepass.ops.softmax.op import softmax
 from onepass.ops.softmax.reference import softmax as reference
 from onepass.ops.spec import Inputs, OpSpec, tensor_bytes
 
-VOCAB_SIZES = (49152, 128256)
-"""SmolLM2-135M and Llama-3-8B."""
+SMOLLM2_VOCAB_SIZE, LLAMA_3_VOCAB_SIZE = 49152, 128256
 
 
 def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
@@ -31,8 +30,8 @@ def unfused(logits: Tensor, *, temperature: float | Tensor | None = None) -> Ten
 SPEC = OpSpec(
     op="softmax",
     shapes=(
-        *((t, n) for n in VOCAB_SIZES for t in (1, 64)),
-        (256, 128256),
+        *((t, LLAMA_3_VOCAB_SIZE) for t in (1, 64, 256)),
+        (64, SMOLLM2_VOCAB_SIZE),
         # Attention scores of a prefill: many rows that fit in registers.
         (8192, 4096),
     ),

@@ -41,7 +41,6 @@ SPEC = OpSpec(
     op="softmax_weighted_sum",
     shapes=(
         # Pooling over a sequence's hidden states: SmolLM2-135M's and Llama-3-8B's.
-        (1, 512, 576),
         (1, 512, 4096),
         (64, 512, 576),
         (64, 512, 4096),
