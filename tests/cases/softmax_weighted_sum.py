@@ -177,6 +177,7 @@ def _kernel(
 COMPILED = {
     "own-512x4096-bf16": Compiled(_kernel(512, 4096, BF16, False), wide=False),
     "own-512x4096-fp32": Compiled(_kernel(512, 4096, FP32, False), archs=(90,), wide=False),
+    "own-8x4096-bf16": Compiled(_kernel(8, 4096, BF16, False), wide=False),
     "own-33x17-fp16": Compiled(_kernel(33, 17, FP16, False, aligned=False), archs=(90,), wide=False),
     "shared-512x4096-bf16": Compiled(_kernel(512, 4096, BF16, True), wide=False),
     "shared-512x576-fp32": Compiled(_kernel(512, 576, FP32, True), wide=False),

@@ -36,6 +36,9 @@ BLOCK_M = 64
 
 PRODUCT_WARPS = 8
 
+ONE_BLOCK = 32
+"""Up to this many values, a program takes all of a row's at once."""
+
 STAGES = 4
 """Blocks of values in flight."""
 
@@ -162,9 +165,13 @@ def _blocks(desc: Desc) -> tuple[int, int]:
     widest = max(16, triton.next_power_of_2(desc.width))
     if desc.shared:
         return (64, min(128, widest)) if desc.dtype != torch.float32 else (32, min(32, widest))
+    if desc.num_values <= ONE_BLOCK:
+        # All values at once, 8 KB of them.
+        block_n = triton.next_power_of_2(desc.num_values)
+        return block_n, min(8192 // desc.dtype.itemsize // block_n, widest)
     # 128 bytes of a value; with fewer, more values: the lanes hold the same number of elements.
     block_d = min(128 // desc.dtype.itemsize, widest)
-    return 32 * NUM_WARPS * 2 * 16 // desc.dtype.itemsize // block_d, block_d
+    return 4096 // desc.dtype.itemsize // block_d, block_d
 
 
 def grid(desc: Desc) -> int:
@@ -185,7 +192,7 @@ def specialize(desc: Desc, features: Features) -> tuple[Any, Specialization]:
         return shared_values_kernel, Specialization(types, constants, multiples, PRODUCT_WARPS, pdl)
     types = (*pointers, "i32", "i32", "i32", "i64", "i64", "i64", "i64")
     multiples = ((1, 2, 7, 8, 9) if desc.aligned else ()) + ((4,) if whole_vectors else ())
-    constants = (block_n, block_d, STAGES, features.ptx, pdl)
+    constants = (block_n, block_d, STAGES if desc.num_values > block_n else 1, features.ptx, pdl)
     return own_values_kernel, Specialization(types, constants, multiples, NUM_WARPS, pdl)
 
 
