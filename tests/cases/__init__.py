@@ -6,6 +6,8 @@ A table's module is named as its op and holds
 - what `checks.py` needs to judge a result: `outputs(inputs)`, `truths(inputs)`, `eager(inputs)`,
   `in_place_forms(inputs)`, and `row_inputs(inputs)` where the tensors with a batch's rows are not just those of the
   first one's shape;
+- `function(inputs)`, where an op has several public functions: the one that takes these inputs;
+- `LOOPS = True`, where all cases run a loop of the Triton kernel: some versions' interpreters cannot;
 - `VIEWS`, where there are results that may be views of an input: their output arguments;
 - `batches(device)`: inputs of 18 rows and more, whose rows must not depend on each other; with `batch_class(num_rows)`
   only within batches of one class;

@@ -17,6 +17,9 @@ from onepass.ops.flash_attention import reference, spec
 from onepass.ops.flash_attention.op import Desc, flash_attention_varlen
 from onepass.ops.spec import Inputs, upcast
 
+LOOPS = True
+"""Every case runs a loop of the Triton kernel, which not every version's interpreter can."""
+
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 # The lse has no output argument, and rows of no sequence have no result: these forms have tests of their own.
@@ -143,7 +146,8 @@ def _cases() -> Iterator[Case]:
         yield _dense(f"causal-{NAMES[dtype]}", 2, 70, 150, (2, 1), 64, dtype, causal=True, return_lse=True)
         yield _dense(f"plain-{NAMES[dtype]}", 1, 130, 70, (2, 2), 64, dtype)
     for heads in ((28, 4), (24, 4), (64, 4), (14, 2), (9, 3), (32, 1)):
-        yield _dense(f"A1-heads-{heads[0]}-{heads[1]}", 1, 3, 20, heads, 16, causal=True)
+        many = heads[0] > 28
+        yield _dense(f"A1-heads-{heads[0]}-{heads[1]}", 1, 3, 20, heads, 16, many_programs=many, causal=True)
     for head_dim in (1, 33, 72, 80, 96, 128, 256):
         dtype = {96: FP16, 33: FP32, 256: BF16}.get(head_dim, BF16)
         yield _dense(f"A8-head-dim-{head_dim}", 1, 33, 70, (2, 1), head_dim, dtype, causal=True, return_lse=True)

@@ -147,6 +147,15 @@ def test_many_threads_call_at_once() -> None:
     assert all(torch.equal(bits(result), bits(expected)) for result in results)
 
 
+def test_both_functions_are_warmed_up_and_explained() -> None:
+    for name, shape in (("flash_attention", (1, 20, 4, 16)), ("flash_attention_varlen", (20, 4, 16))):
+        (warmed,) = onepass.warmup(name, [shape], dtypes=[FP32], device="cpu")
+        assert (warmed.op, warmed.backend) == ("flash_attention", "cpu")
+    explained = str(onepass.explain("flash_attention_varlen", **packed(CPU, (5, 2), (3, 9), (4, 2), 17)))
+    assert "runs on 'cpu'" in explained
+    assert "a pointer or a stride is not a multiple of 16 bytes" in explained
+
+
 def test_configs_are_whole_blocks() -> None:
     for head_dim in (1, 16, 64, 80, 128, 192, 256):
         for element_size in (2, 4):

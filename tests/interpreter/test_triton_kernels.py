@@ -47,7 +47,12 @@ def _loops_run() -> bool:
 
 def _skip_long_rows(n: int) -> None:
     """Rows too long for registers need a loop in the kernel."""
-    if n > MAX_RESIDENT and not _loops_run():
+    if n > MAX_RESIDENT:
+        _skip_loops()
+
+
+def _skip_loops() -> None:
+    if not _loops_run():
         pytest.skip(f"the interpreter of Triton {triton.__version__} runs no loops with NumPy {np.__version__}")
 
 
@@ -55,6 +60,8 @@ def _skip_long_rows(n: int) -> None:
 def test_case(table: ModuleType, case: Case) -> None:
     if table in (layer_norm, rms_norm):
         _skip_long_rows(case.build(CPU)["x"].shape[-1])
+    if getattr(table, "LOOPS", False):
+        _skip_loops()
     with onepass.backend("triton"):
         checks.check_case_in_few_calls(table, case.build(CPU))
 

@@ -49,6 +49,20 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     }
 
 
+def make_packed_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """One sequence with this shape of q, [tokens, heads, head_dim], and as many keys, for `flash_attention_varlen`."""
+    tokens = shape[0]
+    inputs = make_inputs((1, *shape), dtype, device, seed)
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    return {
+        **{name: inputs[name][0] for name in ("q", "k", "v")},
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": tokens,
+        "max_seqlen_k": tokens,
+    }
+
+
 def unfused(
     q: Tensor,
     k: Tensor,
@@ -134,4 +148,5 @@ SPEC = OpSpec(
     unfused_launches=8,
     flops=_flops,
     row_inputs=("q", "k", "v"),
+    form_inputs={"flash_attention_varlen": make_packed_inputs},
 )
