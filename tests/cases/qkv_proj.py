@@ -22,7 +22,7 @@ CACHES = ("key_cache", "value_cache")
 PAGE_SIZE = 4
 
 
-def _fused(key_cache_out: Tensor | None = None, value_cache_out: Tensor | None = None, **inputs: Any) -> Any:
+def qkv_proj(key_cache_out: Tensor | None = None, value_cache_out: Tensor | None = None, **inputs: Any) -> Any:
     """The op on copies of its caches, which are then results like the others: the checks can say what they must be."""
     if inputs.get("key_cache") is None:
         return OP_SPEC.fused(**inputs)
@@ -34,7 +34,7 @@ def _fused(key_cache_out: Tensor | None = None, value_cache_out: Tensor | None =
     return (*results, *appended)
 
 
-SPEC = replace(OP_SPEC, fused=_fused)
+SPEC = replace(OP_SPEC, fused=qkv_proj)
 
 
 def outputs(inputs: Inputs) -> tuple[str, ...]:
@@ -208,6 +208,8 @@ def _cases() -> Iterator[Case]:
     yield _case("R2-positions-qk-norm", small, 64, 5, qk_norm=True, change=_bad_positions)
     yield _case("no-tokens", small, 64, 0)
     yield _case("one-feature-hidden", small, 1, 3)
+    yield Case("smollm2-4100", lambda d: make(d, SMOL, 576, 4100, bias=True, qk_norm=True), gpu_only=True)
+    yield Case("llama-3-8b-4096", lambda d: make(d, LLAMA, 4096, 4096), gpu_only=True)
     yield Case("llama-3-8b-300", lambda d: make(d, LLAMA, 4096, 300), gpu_only=True)
     yield Case("llama-3-8b-16", lambda d: make(d, LLAMA, 4096, 16, bias=True), gpu_only=True)
     yield Case("llama-3-8b-1", lambda d: make(d, LLAMA, 4096, 1), gpu_only=True)
@@ -292,8 +294,9 @@ def overload_calls(device: torch.device) -> Iterator[tuple[str, object, tuple[ob
     yield "qkv_proj_out", ops.qkv_proj_out.default, (*(inputs[name] for name in names), *numbers, *out)
 
 
-def _desc(num_tokens: int, hidden_size: int, model: Model, dtype: torch.dtype = BF16, **more: Any) -> Desc:
-    desc = Desc(
+def desc(num_tokens: int, hidden_size: int, model: Model, dtype: torch.dtype = BF16, **more: Any) -> Desc:
+    """An aligned call with norm, RoPE and cache on a GPU, with some of it changed."""
+    made = Desc(
         torch.device("cuda", 0),
         dtype,
         None,
@@ -308,21 +311,22 @@ def _desc(num_tokens: int, hidden_size: int, model: Model, dtype: torch.dtype = 
         False,
         True,
         True,
+        True,
         (),
     )
-    return desc._replace(**more)
+    return made._replace(**more)
 
 
-def _compiled(kind: str, *args: Any, **more: Any) -> Callable[[Any], Any]:
+def _compiled(kind: str, *args: Any, in_place: bool = False, **more: Any) -> Callable[[Any], Any]:
     def specialize(features: Any) -> Any:
         from onepass.ops.qkv_proj import kernel_triton
 
-        desc = _desc(*args, **more)
+        made = desc(*args, **more)
         if kind == "few":
-            return kernel_triton.specialize_few(desc, features)
+            return kernel_triton.specialize_few(made, features)
         if kind == "norm":
-            return kernel_triton.specialize_norm(desc, features)
-        return kernel_triton.specialize_after(desc, features, copy_v=True)
+            return kernel_triton.specialize_norm(made, features)
+        return kernel_triton.specialize_after(made, features, in_place=in_place)
 
     return specialize
 
@@ -333,7 +337,7 @@ COMPILED = {
     "few-1": Compiled(_compiled("few", 1, 4096, LLAMA), wide=False),
     "few-16": Compiled(_compiled("few", 16, 4096, LLAMA), wide=False),
     "norm": Compiled(_compiled("norm", 4096, 4096, LLAMA), archs=(90, "gfx942")),
-    "after": Compiled(_compiled("after", 4096, 4096, LLAMA, **_QK_NORM)),
+    "after": Compiled(_compiled("after", 4096, 4096, LLAMA, in_place=True, **_QK_NORM)),
     "few-1-fp32": Compiled(_compiled("few", 1, 4096, LLAMA, FP32), archs=(90,), wide=False),
     "few-16-fp32": Compiled(_compiled("few", 16, 4096, LLAMA, FP32), archs=(90,), wide=False),
     "few-16-fp16": Compiled(_compiled("few", 16, 576, SMOL, FP16), archs=(90,), wide=False),

@@ -15,7 +15,7 @@
 //
 // Specialised by macros: HIDDEN (a multiple of 8), HEAD_DIM (of 16), ROTARY (of 16, or 0), INTERLEAVED, NUM_Q_HEADS,
 // NUM_KV_HEADS, HAS_NORM, OFFSET (norm weights are w + offset), HAS_BIAS, HAS_CACHE, POSITION_BITS, TILES, NT (8 tokens
-// each), WARPS, STAGES, BLOCKS (of a multiprocessor), EARLY.
+// each), WARPS, STAGES.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -84,7 +84,7 @@ struct Stage {
 };
 
 // Strides are in elements.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) qkv_proj_kernel(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) qkv_proj_kernel(
     const u16* x, const u16* __restrict__ w, const u16* __restrict__ bias, const u16* __restrict__ norm_weight,
     const float* __restrict__ cos_sin, const Position* positions, const i64* slots, u16* key_cache, u16* value_cache, u16* q, u16* k, u16* v, i64 num_tokens,
     i64 stride_x, i64 stride_w, i64 stride_cos_sin, i64 num_positions, i64 stride_q, i64 stride_q_head, i64 stride_k,
@@ -135,7 +135,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) qkv_proj_kernel
         }
     };
 
-#if EARLY == 1
     // Weights on their way into the L2 while the kernel before this one ends. Registers must not take them yet: that
     // kernel may have written them.
 #pragma unroll
@@ -146,16 +145,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) qkv_proj_kernel
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(low[i] + (first_block + s) * 32));
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(high[i] + (first_block + s) * 32));
             }
-#elif EARLY == 2
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) load_w(stages[s], first_block + s);
-#endif
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
-#if EARLY != 2
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) load_w(stages[s], first_block + s);
-#endif
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) load_x(stages[s], first_block + s);
 

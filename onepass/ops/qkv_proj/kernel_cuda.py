@@ -69,8 +69,6 @@ def specialize(desc: Desc, multiprocessors: int) -> Specialization:
         ("NT", columns),
         ("WARPS", WARPS),
         ("STAGES", min(stages, -(-desc.hidden_size // (32 * WARPS)))),
-        ("BLOCKS", 1),
-        ("EARLY", 1),
     )
     shared_bytes = 4 * WARPS * columns * (128 * tiles + 8)
     source = Path(__file__).with_suffix(".cu")
@@ -87,7 +85,7 @@ def prepare(desc: Desc) -> Callable[..., None]:
     if desc.q_norm_dtype is not None:
         from onepass.ops.qkv_proj.kernel_triton import after_launcher
 
-        after = after_launcher(desc, copy_v=False)
+        after = after_launcher(desc, in_place=True, bias_done=True)
 
     def run(
         call: Call,

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from onepass.ops.qkv_proj.op import Desc
 
 
+PRODUCTS_APART = 4096
+"""From so many tokens on q, k and v are three products, each where it will be, and what follows reads and writes less.
+With fewer tokens one product fills the multiprocessors better than three."""
+
 MANY_PROGRAMS = 4096
 """From here on programmatic dependent launch is left out: it hides the launch, and each program then starts later."""
 
 
 def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
     return unsupported_device(desc.device)
-
-
-def _multiples(desc: Desc, pointers: range, strides: range) -> tuple[int, ...]:
-    return (*pointers, *strides) if desc.aligned else ()
 
 
 def specialize_few(desc: Desc, features: Features) -> tuple[Any, Specialization]:
@@ -85,45 +85,60 @@ def specialize_norm(desc: Desc, features: Features) -> tuple[Any, Specialization
     return norm_kernel, Specialization(types, constants, multiples, warps, pdl)
 
 
-def after_tile(desc: Desc) -> tuple[int, int]:
+def _after_tile(desc: Desc) -> tuple[int, int]:
     """Tokens and heads of a program."""
-    most = triton.next_power_of_2(max(desc.num_q_heads, desc.num_kv_heads))
-    heads = min(8, most)
-    size = triton.next_power_of_2(desc.head_dim)
-    tokens = 1 if desc.num_tokens <= 64 else max(1, 4096 // (heads * size))
-    return tokens, heads
+    heads = min(8, triton.next_power_of_2(max(desc.num_q_heads, desc.num_kv_heads)))
+    size = heads * triton.next_power_of_2(desc.head_dim)
+    return 1 if desc.num_tokens <= 64 else max(1, 2048 // size), heads
 
 
-def after_grid(desc: Desc, copy_v: bool) -> int:
-    tokens, heads = after_tile(desc)
+def _stores_v(desc: Desc, in_place: bool, bias_done: bool) -> bool:
+    return not in_place or (desc.bias_dtype is not None and not bias_done)
+
+
+def _after_grid(desc: Desc, stores_v: bool) -> int:
+    tokens, heads = _after_tile(desc)
     kv = -(-desc.num_kv_heads // heads)
-    kinds = -(-desc.num_q_heads // heads) + kv * (2 if copy_v or desc.has_cache else 1)
+    kinds = -(-desc.num_q_heads // heads) + kv * (2 if stores_v or desc.has_cache else 1)
     return -(-desc.num_tokens // tokens) * kinds
 
 
-def specialize_after(desc: Desc, features: Features, copy_v: bool) -> tuple[Any, Specialization]:
-    """What follows a product, and what it is compiled for. `copy_v`: v goes to memory of its own."""
+def specialize_after(
+    desc: Desc, features: Features, in_place: bool, bias_done: bool = False
+) -> tuple[Any, Specialization]:
+    """What follows a product, and what it is compiled for. `in_place`: the product is where q, k and v will be."""
     dtype, rotary = pointer(desc.dtype), desc.rotary_dim
     cache = dtype if desc.has_cache else "none"
     types = (
-        *(dtype, dtype, dtype, pointer(desc.bias_dtype if copy_v else None)),
+        *(dtype, dtype, dtype, pointer(None if bias_done else desc.bias_dtype)),
         *(pointer(desc.q_norm_dtype), pointer(desc.k_norm_dtype), "*fp32" if rotary else "none", cache, cache),
         *(pointer(desc.position_dtype if rotary else None), "*i64" if desc.has_cache else "none"),
         *(dtype, dtype, dtype),
         *(*("i64",) * 25, "fp32", "fp32"),
     )
-    multiples: tuple[int, ...] = ()
-    if desc.aligned:
-        multiples = (*range(9), 11, 12, 13, *range(18, 25), *range(27, 39))
-    tokens, heads = after_tile(desc)
-    pdl = features.pdl and after_grid(desc, copy_v) < MANY_PROGRAMS
+    multiples = (*range(9), 11, 12, 13, *range(18, 25), *range(27, 39)) if desc.aligned else ()
+    tokens, heads = _after_tile(desc)
+    stores_v = _stores_v(desc, in_place, bias_done)
+    pdl = features.pdl and _after_grid(desc, stores_v) < MANY_PROGRAMS
     rest = desc.head_dim - rotary
     constants = (
         *(desc.num_q_heads, desc.num_kv_heads, desc.head_dim, rotary, desc.interleaved),
         *(triton.next_power_of_2(rotary // 2) if rotary else 0, triton.next_power_of_2(rest) if rest else 0),
-        *(heads, tokens, copy_v, features.ptx and desc.dtype != torch.float32, pdl),
+        *(heads, tokens, stores_v, in_place, features.ptx and desc.dtype != torch.float32, pdl),
     )
     return after_kernel, Specialization(types, constants, multiples, 4, pdl)
+
+
+def after_launcher(desc: Desc, in_place: bool, bias_done: bool = False) -> Callable[..., None]:
+    """A function (call, tensors, strides of the inputs) that runs what follows a product."""
+    launch = load(*specialize_after(desc, features(desc.device), in_place, bias_done), desc.device)
+    grid, num_tokens = _after_grid(desc, _stores_v(desc, in_place, bias_done)), desc.num_tokens
+
+    def run(call: Call, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...]) -> None:
+        sizes = (num_tokens, call.num_positions, call.page_size, call.num_slots)
+        launch(grid, tensors, *sizes, *strides, *call[8:], call.qk_norm_eps, call.norm_weight_offset)
+
+    return run
 
 
 def _few_launcher(desc: Desc) -> Callable[..., None]:
@@ -138,18 +153,6 @@ def _few_launcher(desc: Desc) -> Callable[..., None]:
     def run(call: Call, tensors: tuple[Tensor | None, ...]) -> None:
         numbers = (num_tokens, hidden_size, *call[3:], call.norm_eps, call.norm_weight_offset)
         launch(grid, tensors, *numbers)
-
-    return run
-
-
-def after_launcher(desc: Desc, copy_v: bool) -> Callable[..., None]:
-    """A function (call, tensors, strides of the inputs) that runs what follows a product."""
-    launch = load(*specialize_after(desc, features(desc.device), copy_v), desc.device)
-    grid, num_tokens = after_grid(desc, copy_v), desc.num_tokens
-
-    def run(call: Call, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...]) -> None:
-        sizes = (num_tokens, call.num_positions, call.page_size, call.num_slots)
-        launch(grid, tensors, *sizes, *strides, *call[8:], call.qk_norm_eps, call.norm_weight_offset)
 
     return run
 
@@ -173,7 +176,7 @@ def _prepare_norm(desc: Desc) -> Callable[[Call, Tensor, Tensor], Tensor]:
 def _prepare_few(desc: Desc) -> Callable[..., None]:
     product = _few_launcher(desc)
     norm = None if norms_in_place(desc) or desc.norm_weight_dtype is None else _prepare_norm(desc)
-    after = None if desc.q_norm_dtype is None else after_launcher(desc, copy_v=False)
+    after = None if desc.q_norm_dtype is None else after_launcher(desc, in_place=True, bias_done=True)
 
     def run(
         call: Call,
@@ -208,8 +211,9 @@ def _prepare_few(desc: Desc) -> Callable[..., None]:
 
 def _prepare_many(desc: Desc) -> Callable[..., None]:
     norm = None if desc.norm_weight_dtype is None else _prepare_norm(desc)
-    after = after_launcher(desc, copy_v=True)
-    head_dim = desc.head_dim
+    in_place = desc.dense_heads and desc.num_tokens >= PRODUCTS_APART
+    after = after_launcher(desc, in_place)
+    num_tokens, head_dim = desc.num_tokens, desc.head_dim
     features = (desc.num_q_heads + 2 * desc.num_kv_heads) * head_dim
     k_at = desc.num_q_heads * head_dim
     v_at = k_at + desc.num_kv_heads * head_dim
@@ -232,10 +236,19 @@ def _prepare_many(desc: Desc) -> Callable[..., None]:
         if norm is not None:
             assert norm_weight is not None
             x = norm(call, x, norm_weight)
-        qkv = torch.empty((x.shape[0], features), dtype=x.dtype, device=x.device)
-        torch.mm(x, w_qkv.t(), out=qkv)
-        inputs = (qkv, qkv[:, k_at:], qkv[:, v_at:], bias, q_norm, k_norm, table, key_cache, value_cache)
-        strides = (features, features, features, head_dim, head_dim, head_dim)
-        after(call, (*inputs, positions, slots, *outputs), strides)
+        inputs: tuple[Tensor, ...]
+        strides: tuple[int, ...]
+        if in_place:
+            for out, rows in zip(outputs, (w_qkv[:k_at], w_qkv[k_at:v_at], w_qkv[v_at:]), strict=True):
+                torch.mm(x, rows.t(), out=out.view(num_tokens, -1))
+            inputs = outputs
+            strides = (call.q_token, call.k_token, call.v_token, call.q_head, call.k_head, call.v_head)
+        else:
+            qkv = torch.empty((num_tokens, features), dtype=x.dtype, device=x.device)
+            torch.mm(x, w_qkv.t(), out=qkv)
+            inputs = (qkv, qkv[:, k_at:], qkv[:, v_at:])
+            strides = (features, features, features, head_dim, head_dim, head_dim)
+        given = (bias, q_norm, k_norm, table, key_cache, value_cache, positions, slots)
+        after(call, (*inputs, *given, *outputs), strides)
 
     return run

@@ -41,6 +41,8 @@ class Desc(NamedTuple):
     has_offset: bool
     """Norm weights are weight + offset."""
     has_cache: bool
+    dense_heads: bool
+    """In every output the heads of a token lie one after the other."""
     aligned: bool
     """Every pointer but the indices', and every stride but the last, is a multiple of 16 bytes."""
     copied: tuple[str, ...]
@@ -255,6 +257,7 @@ def _plan_call(
         interleaved,
         bool(offset),
         key_cache is not None,
+        all(stride in (0, head_dim) for stride in heads[1::2]),
         aligned and not (elements * x.element_size() | table_row * 4) & 15,
         copied,
     )

@@ -137,8 +137,8 @@ def flops(inputs: Inputs) -> int:
 SPEC = OpSpec(
     op="qkv_proj",
     shapes=(
-        *((num_tokens, LLAMA_3_8B) for num_tokens in (1, 16, 64, 4096, 8192)),
-        *((num_tokens, SMOLLM2_135M) for num_tokens in (1, 64)),
+        *((num_tokens, LLAMA_3_8B) for num_tokens in (1, 16, 64, 4096)),
+        (1, SMOLLM2_135M),
     ),
     make_inputs=make_inputs,
     fused=qkv_proj,

@@ -109,16 +109,17 @@ def after_kernel(
     REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
-    COPY_V: tl.constexpr,
+    STORE_V: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Bias, q/k norm, RoPE and cache append of TOKENS tokens and HEADS heads of one kind a program, last tokens first:
-    the product wrote them last, so they are still in the L2. The outputs may be exactly the inputs.
+    the product wrote them last, so they are still in the L2. IN_PLACE: the outputs are the inputs.
 
     A head is taken as its pairs, the first and the second elements apart, and the rest that is not rotated; without
-    RoPE all of it is rest. PAIR_BLOCK, REST_BLOCK: powers of two at least as large, 0 where there is none. COPY_V: v
-    is stored as well as appended.
+    RoPE all of it is rest. PAIR_BLOCK, REST_BLOCK: powers of two at least as large, 0 where there is none. STORE_V: v
+    is stored, and not only appended.
     """
     HALF: tl.constexpr = ROTARY // 2
     Q_PROGRAMS: tl.constexpr = (NUM_Q_HEADS + HEADS - 1) // HEADS
@@ -128,7 +129,7 @@ def after_kernel(
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
-    KINDS: tl.constexpr = Q_PROGRAMS + KV_PROGRAMS * (2 if COPY_V or slots_ptr is not None else 1)
+    KINDS: tl.constexpr = Q_PROGRAMS + KV_PROGRAMS * (2 if STORE_V or slots_ptr is not None else 1)
     group = (tl.num_programs(0) - 1 - program) // KINDS
     kind = program % KINDS
 
@@ -148,7 +149,7 @@ def after_kernel(
     target += (token * tl.where(is_q, stride_q, tl.where(is_k, stride_k, stride_v)))[:, None]
     target += (head * tl.where(is_q, stride_q_head, tl.where(is_k, stride_k_head, stride_v_head)))[:, None]
     stored = real[:, None]
-    if not COPY_V:
+    if not STORE_V:
         stored = (real & (kind + 0 * rows < Q_PROGRAMS + KV_PROGRAMS))[:, None]
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + token * stride_slots, mask=real & (kind + 0 * rows >= Q_PROGRAMS), other=-1)
@@ -194,6 +195,9 @@ def after_kernel(
         if bias_ptr is not None:
             c += tl.load(bias + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
 
+    if IN_PLACE:
+        # Where a tile has fewer elements than the program has lanes, several of them read one, and one writes it.
+        tl.debug_barrier()
     if q_norm_ptr is not None:
         total = tl.zeros([TOKENS * HEADS], tl.float32)
         if PAIR_BLOCK > 0:
