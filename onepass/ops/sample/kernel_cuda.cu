@@ -1,49 +1,46 @@
 // Sampling for sm_90: a cluster of CTAs takes a row, reads its logits once and keeps their codes (fixed_point.py) in
 // shared memory, where every pass finds them. One launch, no sort, no memory of its own.
 //
-// A limit (top_k, top_p) is found from the codes' upper bits to their lower ones: in each pass every CTA adds up, bin by
-// bin, the tokens or the weight of its codes, and after a cluster barrier every CTA adds up all the cluster's bins and
-// finds the one where the limit lies. All of them find the same, so none has to tell. Sums are integers: neither the
-// order of the additions nor the number of CTAs changes a bit.
+// A limit (top_k, top_p) is found from the codes' upper bits to their lower ones. In each pass every CTA adds up, bin by
+// bin, the tokens or the weight of its codes and sends its bins to all CTAs of the cluster; each adds up what it gets
+// and finds the bin where the limit lies. All of them find the same, so none has to tell. Sums are integers: neither
+// the order of the additions nor the number of CTAs changes a bit.
 //
-// Bytes a row: its logits once. Of time, with 4 CTAs a row at 128256 logits: 3.5 us to read, a pass over the codes about
-// 1 us, of which there are 4 for each limit and 2 for the rest; a barrier with its exchange 0.7 us.
+// What is sent carries its own signal: st.async writes to a peer's memory and counts the bytes at a barrier there. A
+// cluster barrier in its place costs a fence of the whole GPU's memory, in every warp: with four passes of that kind
+// top-p took 23.6 us a row on an H200, 13.6 of them in the passes.
 //
-// Specialised by macros: LOGITS, CLUSTER, THREADS, WIDE_TOP_K, HEADER_BYTES; and C0 ... C6, the polynomial.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+// After fixed_point.cu, in one text. Specialised by macros: LOGITS, CLUSTER, THREADS, WIDE_TOP_K, HEADER_BYTES,
+// CTAS (of a multiprocessor).
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 constexpr int WARPS = THREADS / 32;
-constexpr int CODE_BITS = 24;
-constexpr int CODE_END = 41 << CODE_BITS;
-constexpr int CODE_BEYOND = (1 << 30) - 1;  // of a place past the row's end
 constexpr int FIRST_SHIFT = 21, FIRST_BINS = (CODE_END >> FIRST_SHIFT) + 1;
-constexpr int PASSES = 4, PASS_BITS = 7;  // codes have 30 bits: 9, then 7, 7 and 7
-constexpr int BINS = 352;
-static_assert(FIRST_BINS <= BINS && BINS <= THREADS, "a bin a thread");
+constexpr int PASSES = 4, PASS_BITS = 7, PASS_BINS = 1 << PASS_BITS;  // codes have 30 bits: 9, then 7, 7 and 7
+static_assert(FIRST_BINS <= THREADS, "a bin a thread");
+constexpr int BIN_WARPS = (FIRST_BINS + 31) / 32;
 constexpr int LANE_CODES = 4;                // that a lane takes at a time: 16 bytes of shared memory
 constexpr int WARP_CODES = 32 * LANE_CODES;  // that a warp takes at a time
 constexpr int LOADS = 8;                     // in flight a thread
+constexpr int LOGIT_BYTES = LOGITS == FLOAT32 ? 4 : 2;
 
 struct Shared {
-    // Two sets of bins by turns: while one CTA still reads another's, that one may already fill its other set.
-    u64 bins[2][BINS];
-    // Written by the cluster's CTAs, each its own element.
-    u64 amounts[CLUSTER];
-    u32 equals[CLUSTER];
+    // What the cluster's CTAs send, each to its own element; passes use the two sets of bins by turns.
+    ulonglong2 drawn_from[CLUSTER];
+    u64 even[CLUSTER][FIRST_BINS];
+    u64 odd[CLUSTER][PASS_BINS];
     float largest[CLUSTER];
+    // Barriers, each of them passed when all has come.
+    u64 largest_came, drawn_from_came, bins_came[2];
+    // Of this CTA.
+    u64 bins[FIRST_BINS];
     u64 warp_amounts[WARPS];
     u32 warp_equals[WARPS];
     float warp_largest[WARPS];
     u64 found_below;
     u32 found_bin;
 };
-constexpr int CODES_OFFSET = HEADER_BYTES;
 static_assert(sizeof(Shared) <= HEADER_BYTES && HEADER_BYTES % 128 == 0, "the codes follow");
 
 // The hardware.
@@ -58,25 +55,49 @@ __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
 __device__ __forceinline__ u32 peer_address(const void* p, u32 rank) {
     u32 address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
 
-__device__ __forceinline__ u64 peer_load(const u64* p, u32 rank) {
-    u64 value;
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(peer_address(p, rank)) : "memory");
-    return value;
+// To the same place in the memory of a CTA of the cluster, with word to its barrier.
+__device__ __forceinline__ void send(float* target, float value, u64* barrier, u32 rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     peer_address(target, rank)), "f"(value), "r"(peer_address(barrier, rank)) : "memory");
 }
 
-__device__ __forceinline__ void peer_store(u32* p, u32 rank, u32 value) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(peer_address(p, rank)), "r"(value) : "memory");
+__device__ __forceinline__ void send(u64* target, u64 value, u64* barrier, u32 rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(
+                     peer_address(target, rank)), "l"(value), "r"(peer_address(barrier, rank)) : "memory");
 }
 
-__device__ __forceinline__ void peer_store(u64* p, u32 rank, u64 value) {
-    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(p, rank)), "l"(value) : "memory");
+// One arrival, of the thread that says how many bytes are to come, ends a barrier's phase together with them.
+__device__ __forceinline__ void barrier_init(u64* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
+
+__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}" : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+    return done != 0;
+}
+
+__device__ __forceinline__ void give_up() { __trap(); }
 
 __device__ __forceinline__ void wait_for_the_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -88,6 +109,13 @@ __device__ __forceinline__ float half_to_float(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
+}
+
+// What is waited for takes less than a microsecond; a wait of seconds is an error, and must not hang.
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+    for (int tries = 0; !barrier_passed(barrier, parity); ++tries) {
+        if (tries == 1 << 24) give_up();
+    }
 }
 
 __device__ __forceinline__ u64 warp_sum(u64 value) {
@@ -107,82 +135,24 @@ __device__ __forceinline__ T warp_running_sum(T value) {
     return value;
 }
 
-// The arithmetic of fixed_point.py.
-
-__device__ __forceinline__ int code_of(float x, float largest, float scale) {
-    float octaves = __fmul_rn(__fsub_rn(largest, x), scale);
-    int code = octaves < 41.0f ? (int)(octaves * 16777216.0f) : CODE_END;
-    return x == largest ? 0 : code;
+// Four logits as they lie in memory; those of 16 bits take x and y.
+__device__ __forceinline__ uint4 load(const unsigned char* p) {
+    if (LOGITS == FLOAT32) return *reinterpret_cast<const uint4*>(p);
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    return make_uint4(v.x, v.y, 0, 0);
 }
 
-// No conversion between integers and floats, which the hardware does at an eighth of the speed: the bits of a float in
-// [1, 2) are those of its fraction, and those of a power in [1/2, 1] count up from 1/2.
-__device__ __forceinline__ u64 weight_of(int code) {
-    float g = __uint_as_float(0x3f800000u | (u32)(code >> 1 & 0x7fffff)) - 1.5f;
-    float power = fmaf(C6, g, C5);
-    power = fmaf(power, g, C4);
-    power = fmaf(power, g, C3);
-    power = fmaf(power, g, C2);
-    power = fmaf(power, g, C1);
-    power = fmaf(power, g, C0);
-    u64 mantissa = __float_as_uint(power) - 0x3e800000u;
-    return (mantissa << 16) >> (code >> CODE_BITS);
+constexpr u32 MINUS_INFINITY = LOGITS == FLOAT32 ? 0xff800000u : LOGITS == BFLOAT16 ? 0xff80ff80u : 0xfc00fc00u;
+
+// The first logit of a word, of which 16-bit logits use the lower half.
+__device__ __forceinline__ float to_float(u32 word) {
+    if (LOGITS == FLOAT32) return __uint_as_float(word);
+    return LOGITS == BFLOAT16 ? __uint_as_float(word << 16) : half_to_float((u16)word);
 }
 
-// floor(total * min(fraction, 1)), the fraction cut to a multiple of 2^-30; NaN is 0.
-__device__ __forceinline__ u64 times_fraction(u64 total, float fraction) {
-    u64 parts = fraction > 0.0f ? (u64)(fminf(fraction, 1.0f) * 0x1p30f) : 0;
-    return (((total >> 32) * parts) << 2) + (((total & 0xffffffffu) * parts) >> 30);
-}
-
-// floor(u * total), u of 64 random bits from Philox4x32-10.
-__device__ __forceinline__ u64 random_part(u64 total, u64 seed, u64 row, u64 offset) {
-    u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
-    u32 c0 = (u32)row, c1 = (u32)(row >> 32), c2 = (u32)offset, c3 = (u32)(offset >> 32);
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        u64 first = (u64)c0 * 0xD2511F53u, second = (u64)c2 * 0xCD9E8D57u;
-        c0 = (u32)(second >> 32) ^ c1 ^ k0;
-        c2 = (u32)(first >> 32) ^ c3 ^ k1;
-        c1 = (u32)second;
-        c3 = (u32)first;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return __umul64hi(((u64)c0 << 32) | c1, total);
-}
-
-// Four logits of a row from `first` on, as float32; NaN, and what lies past the row's end, is -inf.
-__device__ __forceinline__ float4 load_logits(const unsigned char* row, i64 first, i64 vocab_size) {
-    float x[LANE_CODES];
-    if (first + LANE_CODES <= vocab_size) {
-        if (LOGITS == FLOAT32) {
-            float4 v = *reinterpret_cast<const float4*>(row + 4 * first);
-            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-        } else {
-            uint2 v = *reinterpret_cast<const uint2*>(row + 2 * first);
-            const u32 pairs[2] = {v.x, v.y};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                bool brain = LOGITS == BFLOAT16;
-                x[2 * i] = brain ? __uint_as_float(pairs[i] << 16) : half_to_float((u16)pairs[i]);
-                x[2 * i + 1] = brain ? __uint_as_float(pairs[i] & 0xffff0000u) : half_to_float((u16)(pairs[i] >> 16));
-            }
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < LANE_CODES; ++i) {
-            x[i] = __uint_as_float(0xff800000u);
-            if (first + i < vocab_size) {
-                if (LOGITS == FLOAT32) x[i] = reinterpret_cast<const float*>(row)[first + i];
-                if (LOGITS == BFLOAT16) x[i] = __uint_as_float((u32) reinterpret_cast<const u16*>(row)[first + i] << 16);
-                if (LOGITS == FLOAT16) x[i] = half_to_float(reinterpret_cast<const u16*>(row)[first + i]);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < LANE_CODES; ++i) x[i] = x[i] == x[i] ? x[i] : __uint_as_float(0xff800000u);
-    return make_float4(x[0], x[1], x[2], x[3]);
+__device__ __forceinline__ float4 to_floats(uint4 v) {
+    if (LOGITS == FLOAT32) return make_float4(to_float(v.x), to_float(v.y), to_float(v.z), to_float(v.w));
+    return make_float4(to_float(v.x), to_float(v.x >> 16), to_float(v.y), to_float(v.y >> 16));
 }
 
 // The codes of one thread: `steps` times four, WARP_CODES apart.
@@ -230,45 +200,50 @@ __device__ __forceinline__ void add_to_bin(u64* bins, int code, int shift, int m
 }
 
 // The smallest code at or below which `target` tokens lie, or the fraction `top_p` of the weight. `so_far` counts
-// codes below its own and some of those equal to it. `turn` is the set of bins to use next; it is empty, or holds the
-// first pass if that is `counted` already.
+// codes below its own and some of those equal to it. The bins are empty, or hold the first pass if that is `counted`.
+// `exchange` counts the cluster's exchanges of bins.
 template <bool BY_WEIGHT>
-__device__ __forceinline__ Limit find(Shared& s, const Codes& codes, bool counted, int& turn, Limit so_far, u64 target,
-                                      float top_p) {
+__device__ __forceinline__ Limit find(Shared& s, const Codes& codes, u32 rank, bool counted, u32& exchange, Limit so_far,
+                                      u64 target, float top_p) {
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u64 equal_weight = BY_WEIGHT ? so_far.equals * weight_of(so_far.code) : 0;
     int prefix = 0, shift = FIRST_SHIFT, bits = 9;
     u64 below = 0;
 #pragma unroll 1
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int mask = (1 << bits) - 1, num_bins = pass == 0 ? FIRST_BINS : 1 << PASS_BITS;
+    for (int pass = 0; pass < PASSES; ++pass, ++exchange) {
+        const int mask = (1 << bits) - 1, num_bins = pass == 0 ? FIRST_BINS : PASS_BINS;
         if (pass > 0 || !counted) {
             codes.each([&](int code) {
                 if (code < so_far.code && code >> (shift + bits) == prefix) {
-                    add_to_bin<BY_WEIGHT>(s.bins[turn], code, shift, mask);
+                    add_to_bin<BY_WEIGHT>(s.bins, code, shift, mask);
                 }
             });
         }
-        cluster_arrive();
-        cluster_wait();
+        __syncthreads();
+        // A set of bins, or its barrier, is used again two exchanges on. A peer sends that only after it has what this
+        // CTA sends in between, which is after all its threads have read the set: they meet below.
+        u64* const came = &s.bins_came[exchange & 1];
+        u64* const sets = pass & 1 ? &s.odd[0][0] : &s.even[0][0];
+        if (thread == 0) barrier_expect(came, CLUSTER * num_bins * sizeof(u64));
         u64 amount = 0;
         if (thread < num_bins) {
-            u64 parts[CLUSTER];
+            const u64 own = s.bins[thread];
+            s.bins[thread] = 0;
 #pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) parts[rank] = peer_load(&s.bins[turn][thread], rank);
+            for (u32 i = 0; i < CLUSTER; ++i) {
+                send(&sets[rank * num_bins + thread], own, came, (rank + i) % CLUSTER);
+            }
+            barrier_wait(came, exchange >> 1 & 1);
 #pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) amount += parts[rank];
+            for (u32 i = 0; i < CLUSTER; ++i) amount += sets[i * num_bins + thread];
             if (so_far.code >> (shift + bits) == prefix && ((so_far.code >> shift) & mask) == thread) amount += equal_weight;
         }
-        turn ^= 1;
-        // All CTAs have read this set, in the pass before.
-        if (thread < BINS) s.bins[turn][thread] = 0;
         u64 upto = warp_running_sum(amount);
         if (lane == 31) s.warp_amounts[warp] = upto;
         __syncthreads();
         u64 total = 0;
 #pragma unroll
-        for (int w = 0; w < (BINS + 31) / 32; ++w) {
+        for (int w = 0; w < BIN_WARPS; ++w) {
             u64 other = s.warp_amounts[w];
             if (w < warp) upto += other;
             total += other;
@@ -307,25 +282,34 @@ typedef i64 TopK;
 typedef int TopK;
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 sample_kernel(const unsigned char* logits, i64* ids, unsigned char* valid_out, const float* temperatures,
               const TopK* top_ks, const float* top_ps, const float* min_ps, const u64* seeds, const u64* offsets,
-              i64 vocab_size, i64 stride_bytes, i64 steps, i64 temperature_step, i64 top_k_step,
+              i64 vocab_size_, i64 stride_bytes, i64 steps_, i64 temperature_step, i64 top_k_step,
               i64 top_p_step, i64 min_p_step, i64 seed_step, i64 offset_step, i64 counts_rows, i64 top_k, u64 seed,
               u64 offset, float temperature, float top_p, float min_p) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = cluster_rank();
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = cluster_rank();
     const i64 row = blockIdx.x / CLUSTER;
-    // No CTA writes to another before that one runs.
+    if (thread == 0) {
+        barrier_init(&s.largest_came);
+        barrier_init(&s.drawn_from_came);
+        barrier_init(&s.bins_came[0]);
+        barrier_init(&s.bins_came[1]);
+        barriers_are_ready();
+        barrier_expect(&s.largest_came, CLUSTER * sizeof(float));
+        barrier_expect(&s.drawn_from_came, CLUSTER * sizeof(ulonglong2));
+    }
+    // No CTA sends to another before that one runs and has its barriers.
     cluster_arrive();
-    if (thread < BINS) s.bins[0][thread] = 0;
+    if (thread < FIRST_BINS) s.bins[thread] = 0;
 
     // A warp's codes lie together, and so do a CTA's: rank, warp, step and lane in the order of the vocabulary.
-    int4* warp_codes = reinterpret_cast<int4*>(memory + CODES_OFFSET) + warp * steps * 32;
-    const Codes codes = {warp_codes + lane, (int)steps};
-    const i64 warp_start = ((i64)rank * WARPS + warp) * steps * WARP_CODES;
-    const i64 lane_start = warp_start + lane * LANE_CODES;
+    const int steps = (int)steps_, vocab_size = (int)vocab_size_;
+    int4* warp_codes = reinterpret_cast<int4*>(memory + HEADER_BYTES) + warp * steps * 32;
+    const Codes codes = {warp_codes + lane, steps};
+    const int warp_start = (rank * WARPS + warp) * steps * WARP_CODES, lane_start = warp_start + lane * LANE_CODES;
 
     wait_for_the_kernel_before();
     launch_the_kernel_after();
@@ -336,38 +320,50 @@ sample_kernel(const unsigned char* logits, i64* ids, unsigned char* valid_out, c
     seed = parameter(seeds, seed_step, row, seed);
     offset = parameter(offsets, offset_step, row, offset);
 
+    // NaN stays what it is: it is never the largest, and its code is CODE_END.
     float largest = __uint_as_float(0xff800000u);
+    const unsigned char* const logits_row = logits + row * stride_bytes;
     for (int first = 0; first < steps; first += LOADS) {
-        float4 x[LOADS];
+        uint4 raw[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            if (first + i < steps) {
-                x[i] = load_logits(logits + row * stride_bytes, lane_start + (first + i) * WARP_CODES, vocab_size);
-            }
+            const int at = lane_start + (first + i) * WARP_CODES;
+            raw[i] = make_uint4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
+            if (first + i < steps && at + LANE_CODES <= vocab_size) raw[i] = load(logits_row + (i64)at * LOGIT_BYTES);
         }
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             if (first + i < steps) {
-                largest = fmaxf(largest, fmaxf(fmaxf(x[i].x, x[i].y), fmaxf(x[i].z, x[i].w)));
-                reinterpret_cast<float4*>(codes.mine)[(first + i) * 32] = x[i];
+                const float4 x = to_floats(raw[i]);
+                largest = fmaxf(largest, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+                reinterpret_cast<float4*>(codes.mine)[(first + i) * 32] = x;
             }
+        }
+    }
+    // The row's last one to three logits, where they do not fill four: one lane of the cluster has them.
+    const int last = vocab_size & ~(LANE_CODES - 1), last_step = (last - lane_start) / WARP_CODES;
+    if (last < vocab_size && last >= lane_start && last_step < steps && lane_start + last_step * WARP_CODES == last) {
+        for (int i = 0; i < vocab_size - last; ++i) {
+            const unsigned char* p = logits_row + (i64)(last + i) * LOGIT_BYTES;
+            const float x = to_float(LOGITS == FLOAT32 ? *reinterpret_cast<const u32*>(p) : *reinterpret_cast<const u16*>(p));
+            largest = fmaxf(largest, x);
+            reinterpret_cast<float*>(&codes.mine[last_step * 32])[i] = x;
         }
     }
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
     if (lane == 0) s.warp_largest[warp] = largest;
-    __syncthreads();
     cluster_wait();
+    __syncthreads();
     if (warp == 0) {
         largest = s.warp_largest[lane % WARPS];
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
         }
-        if (lane < CLUSTER) peer_store(reinterpret_cast<u32*>(&s.largest[rank]), lane, __float_as_uint(largest));
+        if (lane < CLUSTER) send(&s.largest[rank], largest, &s.largest_came, lane);
     }
-    cluster_arrive();
-    cluster_wait();
+    barrier_wait(&s.largest_came, 0);
 #pragma unroll
     for (int peer = 0; peer < CLUSTER; ++peer) largest = fmaxf(largest, s.largest[peer]);
 
@@ -397,28 +393,24 @@ sample_kernel(const unsigned char* logits, i64* ids, unsigned char* valid_out, c
     for (int step = 0; step < steps; ++step) {
         int4 four = codes.mine[step * 32];
         int values[LANE_CODES] = {four.x, four.y, four.z, four.w};
-        const i64 first = lane_start + step * WARP_CODES;
 #pragma unroll
-        for (int i = 0; i < LANE_CODES; ++i) {
-            int code = code_of(__int_as_float(values[i]), largest, scale);
-            values[i] = first + i < vocab_size ? code : CODE_BEYOND;
-        }
+        for (int i = 0; i < LANE_CODES; ++i) values[i] = code_of(__int_as_float(values[i]), largest, scale);
         codes.mine[step * 32] = make_int4(values[0], values[1], values[2], values[3]);
 #pragma unroll
         for (int i = 0; i < LANE_CODES; ++i) {
             if (count) {
-                if (values[i] <= CODE_END) add_to_bin<false>(s.bins[0], values[i], FIRST_SHIFT, 511);
+                add_to_bin<false>(s.bins, values[i], FIRST_SHIFT, 511);
             } else if (weigh) {
-                if (values[i] < CODE_END) add_to_bin<true>(s.bins[0], values[i], FIRST_SHIFT, 511);
+                add_to_bin<true>(s.bins, values[i], FIRST_SHIFT, 511);
             } else {
                 draw_from(values[i]);
             }
         }
     }
 
-    int turn = 0;
-    if (count) limit = find<false>(s, codes, true, turn, limit, top_k, 0.0f);
-    if (weigh) limit = find<true>(s, codes, !count, turn, limit, 0, top_p);
+    u32 exchange = 0;
+    if (count) limit = find<false>(s, codes, rank, true, exchange, limit, top_k, 0.0f);
+    if (weigh) limit = find<true>(s, codes, rank, !count, exchange, limit, 0, top_p);
     if (count || weigh) codes.each(draw_from);
     u64 equal_weight = weight_of(limit.code);
     if (equal_weight < smallest) equal_weight = 0;
@@ -430,14 +422,13 @@ sample_kernel(const unsigned char* logits, i64* ids, unsigned char* valid_out, c
         u64 all = warp_sum(lane < WARPS ? s.warp_amounts[lane] : 0);
         u32 all_equals = __reduce_add_sync(0xffffffffu, lane < WARPS ? s.warp_equals[lane] : 0);
         if (lane < CLUSTER) {
-            peer_store(&s.amounts[rank], lane, all);
-            peer_store(&s.equals[rank], lane, all_equals);
+            send(&s.drawn_from[rank].x, all, &s.drawn_from_came, lane);
+            send(&s.drawn_from[rank].y, (u64)all_equals, &s.drawn_from_came, lane);
         }
     }
-    cluster_arrive();
-    cluster_wait();
+    barrier_wait(&s.drawn_from_came, 0);
 
-    // From here on no CTA reads or writes another's memory. `seen` counts the codes equal to the limit so far.
+    // Nothing more is sent. `seen` counts the codes equal to the limit so far.
     auto with_equals = [&](u64 below, u32 number, u32 seen) {
         u32 left = seen < limit.equals ? limit.equals - seen : 0;
         return below + (u64)min(number, left) * equal_weight;
@@ -447,8 +438,9 @@ sample_kernel(const unsigned char* logits, i64* ids, unsigned char* valid_out, c
 #pragma unroll
     for (int peer = 0; peer < CLUSTER; ++peer) {
         if (peer == rank) before = total, seen_before = seen;
-        total += with_equals(s.amounts[peer], s.equals[peer], seen);
-        seen += s.equals[peer];
+        const u32 number = (u32)s.drawn_from[peer].y;
+        total += with_equals(s.drawn_from[peer].x, number, seen);
+        seen += number;
     }
     const u64 part = random_part(total, seed, counts_rows ? row : 0, offset);
     seen = seen_before;

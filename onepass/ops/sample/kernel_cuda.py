@@ -24,8 +24,8 @@ FEW_ROWS = 8
 """Up to so many rows each has a cluster of the largest size: one fits into each of the GPU's processing clusters."""
 WARP_CODES = 128
 SHARED_LIMIT = 227 << 10
-HEADER_BYTES = 7168
-"""At least what the kernel keeps beside the codes; a static_assert there compares."""
+FIRST_BINS, PASS_BINS = 329, 128
+"""As the kernel has them."""
 
 
 def unsupported_reasons(desc: Desc) -> tuple[str, ...]:
@@ -54,12 +54,18 @@ class Shape(NamedTuple):
         """How many times a lane takes four codes."""
         return -(-vocab_size // (self.cluster * (self.threads // 32) * WARP_CODES))
 
+    def header_bytes(self) -> int:
+        """At least what the kernel keeps beside the codes; a static_assert there compares."""
+        sent = self.cluster * (8 * (FIRST_BINS + PASS_BINS) + 20)
+        return (sent + 8 * FIRST_BINS + self.threads // 2 + 64 + 127) // 128 * 128
+
     def shared_bytes(self, vocab_size: int) -> int:
-        return HEADER_BYTES + self.steps(vocab_size) * self.threads * 16
+        return self.header_bytes() + self.steps(vocab_size) * self.threads * 16
 
 
 def shape_for(desc: Desc) -> Shape:
-    many_rows = Shape(4, 1024)
+    """Few rows are spread wide; of many, two CTAs share a multiprocessor, and one works while the other waits."""
+    many_rows = Shape(8, 512)
     if desc.num_rows <= FEW_ROWS or many_rows.shared_bytes(desc.vocab_size) > SHARED_LIMIT:
         return Shape(16, 512)
     return many_rows
@@ -72,11 +78,13 @@ def specialize(desc: Desc, shape: Shape) -> Specialization:
         ("CLUSTER", shape.cluster),
         ("THREADS", shape.threads),
         ("WIDE_TOP_K", int(desc.top_k_dtype == torch.int64)),
-        ("HEADER_BYTES", HEADER_BYTES),
+        ("HEADER_BYTES", shape.header_bytes()),
+        ("CTAS", 2 if shape.cluster < 16 and shape.threads <= 512 else 1),
     )
     powers = reversed(fixed_point.POLYNOMIAL)
     prelude = "".join(f"#define C{i} {float(c).hex()}f\n" for i, c in enumerate(powers))
     source = Path(__file__).with_suffix(".cu")
+    prelude += source.with_name("fixed_point.cu").read_text(encoding="utf-8")
     shared_bytes = shape.shared_bytes(desc.vocab_size)
     return Specialization(
         source, "sample_kernel", macros, shape.threads, shared_bytes, prelude=prelude, cluster=shape.cluster
