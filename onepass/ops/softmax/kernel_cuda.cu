@@ -9,7 +9,9 @@
 // Which elements a warp holds, and the order in which pairs are merged, depend on ALL_THREADS = CLUSTER * THREADS
 // alone: two shapes of the cluster with the same product give the same bits.
 //
-// Bytes a row: N elements in, N out. About 7 instructions an element, one of them ex2.
+// Bytes a row: N elements in, N out. About 7 instructions an element, one of them ex2. On an H200, 128256 float32: 3.3 µs
+// for one row, 21.0 for 64, 71.9 for 256 (a copy: 2.0, 17.3, 63.3). With 16 elements a thread and twice the threads
+// 256 rows take 82.3; stores that stay in the L2 cost up to 3 % of a batch.
 //
 // Specialised by macros: N (whole vectors of 16 bytes), ELEMENT, CLUSTER, THREADS, GREEDY, PER_ROW.
 
