@@ -47,7 +47,7 @@ def _unfused_bytes(inputs: dict[str, Any]) -> int:
 
 SPEC = OpSpec(
     op="merge_attention_states",
-    shapes=((1, 32, 128), (64, 32, 128), (8192, 32, 128), (1, 9, 64), (64, 9, 64), (8192, 9, 64)),
+    shapes=((1, 32, 128), (64, 32, 128), (8192, 32, 128), (64, 9, 64)),
     make_inputs=make_inputs,
     fused=merge_attention_states,
     unfused=unfused,

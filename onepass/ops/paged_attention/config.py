@@ -39,16 +39,17 @@ class Config:
 def heuristic(desc: Desc) -> Config:
     rows = desc.q_len * (desc.num_q_heads // desc.num_kv_heads)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    block_n = 64
-    if desc.head_dim * desc.dtype.itemsize > 256:
-        block_n = 32 if desc.head_dim * desc.dtype.itemsize <= 512 else 16
+    row_bytes = desc.head_dim * desc.dtype.itemsize
+    block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    if not desc.aligned:  # an element a load: fewer at a time, or registers run out
+        block_n = min(block_n, 32)
     # As many programs for many queries as for one.
     blocks = -(-rows // block_m)
     chunk = 256 * (1 << (blocks - 1).bit_length())
     run = 4
     programs = desc.batch * desc.num_kv_heads * blocks * -(-desc.max_pages * desc.page_size // chunk)
     part = run if programs > 2048 and desc.device.type != "cpu" else 1
-    return Config(block_m, block_n, chunk, run, part, 4, 3)
+    return Config(block_m, block_n, chunk, run, part, 8 if block_n == 64 or not desc.aligned else 4, 3)
 
 
 def partial_elements(desc: Desc) -> int:

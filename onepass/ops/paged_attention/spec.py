@@ -79,17 +79,12 @@ def _unfused_bytes(inputs: dict[str, Any]) -> int:
     )
 
 
-LLAMA_3_8B, SMOLLM2_135M = (32, 8, 128), (9, 3, 64)
+_LENGTHS = ((1, 8192), (1, 131072), (16, 4096), (64, 4096), (256, 1024))
 
 SPEC = OpSpec(
     op="paged_attention",
-    shapes=(
-        *(
-            (batch, length, *LLAMA_3_8B)
-            for batch, length in ((1, 8192), (1, 131072), (16, 4096), (64, 4096), (256, 1024))
-        ),
-        *((batch, length, *SMOLLM2_135M) for batch, length in ((1, 2048), (64, 2048))),
-    ),
+    # Llama-3-8B's heads.
+    shapes=tuple((batch, length, 32, 8, 128) for batch, length in _LENGTHS),
     make_inputs=make_inputs,
     fused=paged_attention,
     unfused=unfused,
