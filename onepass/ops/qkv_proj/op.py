@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from onepass import dispatch
-from onepass.errors import ArgumentValueError
 from onepass.ops.plans import Plan, Plans, Tensors
 from onepass.ops.qkv_proj.arguments import CACHES, INDICES, INPUTS, OUTPUTS, check
 from onepass.ops.registration import register
 from onepass.ops.rope_call import check_flag, check_positions, copy_back, dense, dense_output, needs_copy
-from onepass.ops.rows import aligned_16, check_output, copy_notes, overlaps
+from onepass.ops.rows import aligned_16, check_outputs, copy_notes
 
 FEW_TOKENS = 16
 """Up to so many tokens a call is bound by the weights, and all of it happens in one kernel."""
@@ -310,37 +309,23 @@ def _fresh(x: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int) -> tup
     )
 
 
-def _check_caches(key_cache: Tensor | None, value_cache: Tensor | None, inputs: dict[str, Tensor | None]) -> None:
-    """Caches are written: their elements must have memory of their own."""
-    if key_cache is None or value_cache is None:
-        return
-    for name, cache, other in (("key_cache", key_cache, value_cache), ("value_cache", value_cache, key_cache)):
-        check_output("qkv_proj", name, cache, **inputs)
-        if cache.data_ptr() == other.data_ptr() or overlaps(cache, other):
-            raise ArgumentValueError("qkv_proj", "value_cache", "memory apart from 'key_cache'", "an overlap with it")
-
-
 def _kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tensors, indices, numbers = args[:9], args[9:11], args[11:]
-    plan = _plans.find((*numbers, False), tensors, indices)
-    _check_caches(args[7], args[8], dict(zip(INPUTS, args[:7], strict=True)))
+    numbers = args[11:]
+    plan = _plans.find((*numbers, False), args[:9], args[9:11])
+    if args[7] is not None:
+        inputs = zip((*INPUTS, *INDICES), (*args[:7], *args[9:11]), strict=True)
+        check_outputs("qkv_proj", {"key_cache": args[7], "value_cache": args[8]}, **dict(inputs))
     q, k, v = _fresh(args[0], *numbers[:3])
     plan(*args[:11], q, k, v)
     return q, k, v
 
 
 def _kernel_out(*args: Any) -> None:
-    tensors, indices, numbers, outputs = args[:9], args[9:11], args[11:18], args[18:]
-    plan = _plans.find((*numbers, True), (*tensors, *outputs), indices)
-    inputs = dict(zip((*INPUTS, *INDICES), (*args[:7], *indices), strict=True))
-    _check_caches(args[7], args[8], inputs)
-    others = {**inputs, "key_cache": args[7], "value_cache": args[8]}
-    for i, (name, out) in enumerate(zip(OUTPUTS, outputs, strict=True)):
-        check_output("qkv_proj", name, out, **others)
-        for other, value in (*others.items(), *zip(OUTPUTS[:i], outputs[:i], strict=True)):
-            # Even exactly the memory of another operand is too much: it is read while this is written.
-            if value is not None and out.numel() and (out.data_ptr() == value.data_ptr() or overlaps(out, value)):
-                raise ArgumentValueError("qkv_proj", name, f"memory apart from '{other}'", f"an overlap with '{other}'")
+    numbers, outputs = args[11:18], args[18:]
+    plan = _plans.find((*numbers, True), (*args[:9], *outputs), args[9:11])
+    inputs = zip((*INPUTS, *INDICES), (*args[:7], *args[9:11]), strict=True)
+    written = {name: t for name, t in zip((*CACHES, *OUTPUTS), (*args[7:9], *outputs), strict=True) if t is not None}
+    check_outputs("qkv_proj", written, **dict(inputs))
     plan(*args[:11], *outputs)
 
 
