@@ -317,6 +317,6 @@ COMPILED = {
     "bf16-128-sinks-lse": Compiled(_compiled(128, BF16, sinks_dtype=BF16, has_lse=True), archs=(90,)),
     "bf16-128-packed": Compiled(_compiled(128, BF16, **_PACKED), archs=(90,)),
     "bf16-128-everything": Compiled(_compiled(128, BF16, **_EVERYTHING), archs=(86, 90)),
-    "bf16-128-unaligned": Compiled(_compiled(128, BF16, aligned=False), archs=(90,), narrow=2),
+    "bf16-128-unaligned": Compiled(_compiled(128, BF16, aligned=False), archs=(86, 90), narrow=2),
     "bf16-128-far-rows": Compiled(_compiled(128, BF16, far_rows=True), archs=(90,)),
 }

@@ -335,7 +335,9 @@ def specialize(desc: Desc, features: Features, config: Config | None = None) -> 
 
 
 def _config(desc: Desc, features: Features) -> Config:
-    return heuristic(desc.head_dim, desc.dtype.itemsize, features.shared_bytes, features.wgmma)
+    config = heuristic(desc.head_dim, desc.dtype.itemsize, features.shared_bytes, features.wgmma)
+    # Elements that are loaded one by one each take an address in a register.
+    return config if desc.aligned else config._replace(block_n=max(16, config.block_n // 2))
 
 
 def _unit(desc: Desc) -> int:

@@ -82,10 +82,11 @@ def flash_attention(
     """softmax(q k^T * softmax_scale) v for each head, without the matrix of scores ever being in memory.
 
     Query i of a sequence stands at position i + seqlen_k - seqlen_q: with `causal` the last query sees the last key
-    (bottom-right alignment). A query that sees no key gives zeros, and an lse of -inf. Scores and sums are float32;
-    the softmax's weights are rounded to the inputs' dtype before they meet v, and the result once more. A row's bits
-    do not depend on the other sequences of the batch. A NaN or infinity in a key or value may show in the rows near
-    it that do not see that key, as in any product of matrices; in other sequences never.
+    (bottom-right alignment). A query that sees no key gives zeros, and an lse of -inf. Scores and sums are float32; a
+    kernel may round the softmax's weights to the inputs' dtype before they meet v. A row's bits depend on its sequence,
+    the dtype, the options, the alignment of memory and the backend, never on the other sequences of the batch. A NaN or
+    infinity in a key or value may show in the rows near it that do not see that key, as in any product of matrices; in
+    other sequences never.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim], float32, bfloat16 or float16. Any strides: views of a packed qkv
