@@ -37,7 +37,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "qk_norm_rope": ("triton", "cpu", "reference"),
     "qkv_proj": ("cuda", "triton", "cpu", "reference"),
     "cross_entropy": ("triton", "cpu", "reference"),
-    "flash_attention": ("triton", "cpu", "reference"),
+    "flash_attention": ("cuda", "triton", "cpu", "reference"),
     "append_kv": ("triton", "cpu", "reference"),
     "merge_attention_states": ("triton", "cpu", "reference"),
     "paged_attention": ("triton", "cpu", "reference"),
