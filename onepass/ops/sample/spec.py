@@ -75,7 +75,7 @@ def _unfused_bytes(inputs: dict[str, Any]) -> int:
 
 SPEC = OpSpec(
     op="sample",
-    shapes=((1, VOCAB_LLAMA_3), (64, VOCAB_LLAMA_3), (256, VOCAB_LLAMA_3), (1, VOCAB_SMOLLM2), (64, VOCAB_SMOLLM2)),
+    shapes=((1, VOCAB_LLAMA_3), (64, VOCAB_LLAMA_3), (1, VOCAB_SMOLLM2), (64, VOCAB_SMOLLM2)),
     make_inputs=make_inputs,
     fused=sample,
     unfused=unfused,
