@@ -37,9 +37,9 @@ def page() -> str:
     if not found:
         return "\n\n".join([*parts, NO_RESULTS]) + "\n"
     parts.append(
-        "Times are medians in µs. *Copy* is a copy of x timed in the same run; *copy share* is the time that a copy of "
-        "the op's least bytes would take, over the op's time: 1.00 is the speed of a copy. A dash marks what did not "
-        "run; the reasons stand below each table. [Measuring](measuring.md) says how the times are taken."
+        "Times are medians in µs. *Copy* is a copy of the op's least bytes timed in the same run, half of them read and "
+        "half written; *copy share* is that time over the op's: 1.00 is the speed of a copy. An op that reads much "
+        "more than it writes has a *read* of them instead. A dash marks what did not run; the reasons stand below each table. [Measuring](measuring.md) says how the times are taken."
     )
     for path, run in found:
         parts += [f"## {run.name} on {run.machine.name}", _facts(path, run)]
@@ -163,11 +163,12 @@ def _table(rows: list[Row]) -> list[str]:
     """One line a size, one column a provider; then why providers are missing."""
     providers = list(dict.fromkeys(r.provider for r in rows))
     ours = [name for name in providers if name in OURS]
+    ceiling = rows[0].ceiling
     heads = [
         "size",
         *providers,
-        "copy",
-        *(f"{name}: copy share" for name in ours),
+        ceiling,
+        *(f"{name}: {ceiling} share" for name in ours),
         *(f"{name}: speed-up" for name in ours),
     ]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]

@@ -50,7 +50,7 @@ def _draw(run: Run, rows: list[Row], theme: Theme) -> Any:
         lower.set_xlabel(f"bytes of x (log scale){note}")
         if i == 0:
             upper.set_ylabel("speed-up over eager (log scale)")
-            lower.set_ylabel("share of the copy's speed, %")
+            lower.set_ylabel(f"share of the {rows[0].ceiling}'s speed, %")
         for axes in (upper, lower):
             dress(axes, theme)
             _cache_mark(axes, run, theme, labelled=axes is upper)

@@ -35,6 +35,23 @@ def test_reading_of_a_gpu() -> None:
     assert not any("Page faults" in line or "busy" in line for line in lines)
 
 
+def test_an_op_that_mostly_reads_is_held_against_a_read() -> None:
+    run = gpu_run()
+    run = replace(run, rows=tuple(replace(row, ceiling="read") for row in run.rows))
+    lines = list(read(run))
+    assert (
+        "The floor is 18.2 µs, what a read of the same bytes takes here: onepass out= is at 93% of a read" in lines[0]
+    )
+    memory = sentence(lines, "bf16, memory-bound: ")
+    assert "65536×4096 (98% of a read)" in memory
+    assert "a read reaches 4,680 GB/s here" in memory
+    text = io.StringIO()
+    print_run(run, Console(file=text, width=200))
+    assert "4×1024×4096 bf16, 32 MB, read 18.2 µs" in text.getvalue()
+    assert "of read: share of a read's speed" in text.getvalue()
+    assert "copy" not in text.getvalue()
+
+
 def test_a_defeat_is_said() -> None:
     lines = list(read(gpu_run()))
     defeat = sentence(lines, "torch.compile is faster")
