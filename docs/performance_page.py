@@ -37,9 +37,10 @@ def page() -> str:
     if not found:
         return "\n\n".join([*parts, NO_RESULTS]) + "\n"
     parts.append(
-        "Times are medians in µs. *Copy* is a copy of the op's least bytes timed in the same run, half of them read and "
-        "half written; *copy share* is that time over the op's: 1.00 is the speed of a copy. An op that reads much "
-        "more than it writes has a *read* of them instead. A dash marks what did not run; the reasons stand below each table. [Measuring](measuring.md) says how the times are taken."
+        "Times are medians in µs. *Copy* is a copy of the op's least bytes timed in the same run, half of them read "
+        "and half written; *copy share* is that time over the op's: 1.00 is the speed of a copy. An op that reads "
+        "much more than it writes has a *read* of them instead. A dash marks what did not run; the reasons stand "
+        "below each table. [Measuring](measuring.md) says how the times are taken."
     )
     for path, run in found:
         parts += [f"## {run.name} on {run.machine.name}", _facts(path, run)]
