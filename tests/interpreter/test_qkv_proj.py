@@ -19,4 +19,6 @@ def test_three_products_in_place(model: Model, bias: bool, monkeypatch: pytest.M
     monkeypatch.setattr(kernel_triton, "PRODUCTS_APART", 17)
     inputs = qkv_proj.make(CPU, model, 40, 19, BF16, bias=bias, qk_norm=True)
     with onepass.backend("triton"):
-        checks.check_values(qkv_proj, inputs, checks.call(qkv_proj, inputs))
+        results = checks.call(qkv_proj, inputs)
+        checks.check_values(qkv_proj, inputs, results)
+        checks.check_output_form(qkv_proj, inputs, results)

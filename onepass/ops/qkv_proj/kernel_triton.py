@@ -211,7 +211,8 @@ def _prepare_few(desc: Desc) -> Callable[..., None]:
 
 def _prepare_many(desc: Desc) -> Callable[..., None]:
     norm = None if desc.norm_weight_dtype is None else _prepare_norm(desc)
-    in_place = desc.dense_heads and desc.num_tokens >= PRODUCTS_APART
+    apart = desc.num_tokens >= PRODUCTS_APART
+    in_place = apart and desc.dense_heads
     after = after_launcher(desc, in_place)
     num_tokens, head_dim = desc.num_tokens, desc.head_dim
     features = (desc.num_q_heads + 2 * desc.num_kv_heads) * head_dim
@@ -238,11 +239,15 @@ def _prepare_many(desc: Desc) -> Callable[..., None]:
             x = norm(call, x, norm_weight)
         inputs: tuple[Tensor, ...]
         strides: tuple[int, ...]
-        if in_place:
-            for out, rows in zip(outputs, (w_qkv[:k_at], w_qkv[k_at:v_at], w_qkv[v_at:]), strict=True):
-                torch.mm(x, rows.t(), out=out.view(num_tokens, -1))
-            inputs = outputs
-            strides = (call.q_token, call.k_token, call.v_token, call.q_head, call.k_head, call.v_head)
+        if apart:
+            inputs = (
+                outputs
+                if in_place
+                else tuple(torch.empty(out.shape, dtype=x.dtype, device=x.device) for out in outputs)
+            )
+            for to, rows in zip(inputs, (w_qkv[:k_at], w_qkv[k_at:v_at], w_qkv[v_at:]), strict=True):
+                torch.mm(x, rows.t(), out=to.view(num_tokens, -1))
+            strides = (*(t.stride(0) for t in inputs), *(t.stride(1) for t in inputs))
         else:
             qkv = torch.empty((num_tokens, features), dtype=x.dtype, device=x.device)
             torch.mm(x, w_qkv.t(), out=qkv)
