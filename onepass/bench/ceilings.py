@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -16,8 +16,9 @@ COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 
 
-def measure_ceilings(device: torch.device, dtypes: list[torch.dtype]) -> Ceilings:
-    """Copy in memory and in the last-level cache, read, matmul in each dtype, and the smallest kernel."""
+@lru_cache(maxsize=8)
+def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Ceilings:
+    """Copy in memory and in the last-level cache, read, matmul in each dtype, and the smallest kernel; once a process."""
     with torch.no_grad():
         large = torch.randn(COPY_BYTES[device.type] // 4, device=device)
         copy_us = _fastest_copy_us(device, large)

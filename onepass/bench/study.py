@@ -106,7 +106,7 @@ def run_plan(plan: Plan, command: str, on_step: OnStep = lambda text: None) -> R
     """Measure everything and read it; writes nothing."""
     start, load = time.monotonic(), machines.load()
     on_step("ceilings of this machine")
-    ceilings = measure_ceilings(plan.device, list(plan.dtypes))
+    ceilings = measure_ceilings(plan.device, tuple(plan.dtypes))
     rows: list[Row] = []
     left_out: list[str] = []
     with WarmHeap() as heap:

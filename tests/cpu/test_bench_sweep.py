@@ -44,12 +44,14 @@ def test_every_op_is_measured_from_its_spec_alone(op: str, monkeypatch: pytest.M
     spec = specs.load(op)
     chosen = [p for p in providers_for(spec, CPU) if p.name in (EAGER, ONEPASS, ONEPASS_OUT)]
     only(monkeypatch, *chosen)
-    rows = run(Case(spec, (8, 128), torch.float32, CPU))
-    assert [r.status for r in rows.values()] == ["ok"] * 3
+    cases = [Case(spec, shape, torch.float32, CPU) for shape in spec.shapes]
+    rows = run(min(cases, key=sweep._set_bytes))
+    assert [r.status for r in rows.values()] == ["ok"] * len(rows)
+    assert {EAGER, ONEPASS} <= set(rows)
     eager, own = rows[EAGER], rows[ONEPASS]
     assert eager.speedup == 1.0
     assert own.backend == "reference"
-    assert own.model_bytes == own.min_bytes < eager.model_bytes
+    assert own.model_bytes == own.min_bytes <= eager.model_bytes
     assert (eager.launches, own.launches, own.launches_from) == (spec.unfused_launches, 1, "model")
     assert own.kernel_us is not None
     assert own.copy_us is not None
