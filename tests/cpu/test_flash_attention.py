@@ -13,6 +13,7 @@ from cases import BF16, FP16, FP32, bits, flash_attention, normal
 from cases.checks import assert_same_bits
 from cases.flash_attention import bounds, packed, qkv
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import onepass
@@ -94,13 +95,32 @@ def test_rows_of_no_sequence_stay_as_they_are() -> None:
     assert bool((out[7:] == 7.0).all())
 
 
-def test_bounds_are_cut_to_the_tensors() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_bounds_are_cut_to_the_tensors(backend: str) -> None:
     inputs = packed(CPU, (5, 2), (3, 9), (4, 2), 16)
-    expected = onepass.flash_attention_varlen(**inputs)
     wild = torch.tensor([-4, 5, 90], dtype=torch.int32)
-    assert_same_bits((onepass.flash_attention_varlen(**{**inputs, "cu_seqlens_q": wild}),), (expected,), "cut")
     backwards = torch.tensor([5, 2, 7], dtype=torch.int32)
-    onepass.flash_attention_varlen(**{**inputs, "cu_seqlens_q": backwards, "cu_seqlens_k": backwards})
+    with onepass.backend(backend):
+        expected = onepass.flash_attention_varlen(**inputs)
+        assert_same_bits((onepass.flash_attention_varlen(**{**inputs, "cu_seqlens_q": wild}),), (expected,), "cut")
+        onepass.flash_attention_varlen(**{**inputs, "cu_seqlens_q": backwards, "cu_seqlens_k": backwards})
+
+
+def test_packed_sequences_in_a_compiled_function() -> None:
+    """One graph for each of the first two lengths, the second for all others, too."""
+    torch._dynamo.reset()
+    counters.clear()
+
+    def attend(inputs: dict[str, Any]) -> Tensor:
+        out, lse = onepass.flash_attention_varlen(**inputs, causal=True, window_size=9, return_lse=True)
+        return out * lse.T.unsqueeze(-1)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for lengths in ((5, 2), (3, 9), (30, 4), (8, 8)):
+        inputs = packed(CPU, lengths, lengths, (4, 2), 16)
+        with torch.no_grad():
+            assert_same_bits((compiled(inputs),), (attend(inputs),), f"compiled, lengths {lengths}")
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

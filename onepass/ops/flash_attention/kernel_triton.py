@@ -262,7 +262,6 @@ def flash_attention_kernel(
     begin, end = 0, seqlen_k
     whole_begin, whole_end = 0, seqlen_k
     if RIGHT:
-        # In 64 bits a bound may be as large as it likes.
         end = tl.maximum(0, tl.minimum(end, last_diagonal + right + 1))
         whole_end = tl.maximum(0, tl.minimum(whole_end, diagonal + right + 1))
     if LEFT:

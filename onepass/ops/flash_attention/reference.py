@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -62,16 +62,24 @@ def flash_attention_varlen(
     out = torch.zeros_like(q)
     work = torch.promote_types(q.dtype, torch.float32)
     lse = torch.zeros(q.shape[1], q.shape[0], dtype=work, device=q.device)
-    for (q0, q1), (k0, k1) in zip(_bounds(cu_seqlens_q), _bounds(cu_seqlens_k), strict=True):
+    for (q0, q1), (k0, k1) in _pairs(q, k, cu_seqlens_q, cu_seqlens_k):
         sequence = q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]
         result, sums = attend(*sequence, scale, left, 0 if causal else right, softcap, sinks)
         out[q0:q1], lse[:, q0:q1] = result[0], sums[0]
     return (out, lse) if return_lse else out
 
 
-def _bounds(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    ends = cu_seqlens.tolist()
-    return [(first, max(first, end)) for first, end in itertools.pairwise(ends)]
+def _bounds(cu_seqlens: Tensor, tokens: int) -> list[tuple[int, int]]:
+    """First and end of each sequence, cut to the `tokens` that there are."""
+    found = []
+    for bound, end in itertools.pairwise(cu_seqlens.tolist()):
+        first = min(max(bound, 0), tokens)
+        found.append((first, min(max(first, end), tokens)))
+    return found
+
+
+def _pairs(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[Any, Any]]:
+    return zip(_bounds(cu_seqlens_q, q.shape[0]), _bounds(cu_seqlens_k, k.shape[0]), strict=True)
 
 
 def attend(
@@ -158,7 +166,7 @@ def prepare(desc: Desc) -> Callable[..., None]:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             compute(q, k, v, out, lse)
             return
-        for (q0, q1), (k0, k1) in zip(_bounds(cu_seqlens_q), _bounds(cu_seqlens_k), strict=True):
+        for (q0, q1), (k0, k1) in _pairs(q, k, cu_seqlens_q, cu_seqlens_k):
             sums = None if lse is None else lse[None, :, q0:q1]
             compute(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], out[None, q0:q1], sums)
 
