@@ -39,6 +39,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "example_table": lambda: tables.definitions("dispatch.py", "TABLE"),
     "headline": performance_page.headline,
     "fusion": performance_page.fusion,
+    "ops_figures": performance_page.ops_figures,
 }
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -12,6 +12,7 @@ from onepass.bench.providers import EAGER, EAGER_WARM, ONEPASS, ONEPASS_OUT
 from onepass.bench.record import Row, Run
 from onepass.bench.sweep import RANDOM
 from onepass.bench.table import figure
+from onepass.dispatch import TABLE
 from onepass.ops.layer_norm.spec import HEADLINE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,6 +111,50 @@ def fusion() -> str:
                 )
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, _speedup_note()]) if parts else NO_RESULTS
+
+
+def ops_figures() -> str:
+    """For the README: every op that was measured on its own on a GPU, at its smallest and its largest size."""
+    found = [run for _, run in runs() if run.name in TABLE and run.machine.device == "cuda"]
+    if not found:
+        return NO_RESULTS
+    lines = [
+        "| op | size | eager | best other | onepass | speed-up | share of the ceiling |",
+        "| --- " * 7 + "|",
+    ]
+    for run in sorted(found, key=lambda run: list(TABLE).index(run.name)):
+        timed = [row for row in run.rows if row.kernel_us and row.dtype == "bf16"]
+        sizes = sorted({(row.min_bytes, row.shape) for row in timed if row.provider in OURS})
+        for _, shape in dict.fromkeys((sizes[0], sizes[-1])) if sizes else ():
+            lines.append(_figures_line(run.name, shape, [row for row in timed if row.shape == shape]))
+    machines = ", ".join(dict.fromkeys(run.machine.name for run in found))
+    note = (
+        f"Kernel times in µs, bfloat16, {machines}. Best other: the fastest of torch.compile and the libraries installed "
+        "beside. Ceiling: a copy of the op's least bytes, or a read of them where it reads much more than it writes. All "
+        "sizes: [performance](docs/performance.md)."
+    )
+    return "\n\n".join(["\n".join(lines), note])
+
+
+def _figures_line(op: str, shape: tuple[int, ...], rows: list[Row]) -> str:
+    own = min((row for row in rows if row.provider in OURS), key=_p50)
+    eager = next((row for row in rows if row.provider == EAGER), None)
+    other = min((row for row in rows if row.provider not in (*OURS, EAGER)), key=_p50, default=None)
+    cells = [
+        f"`{op}`",
+        _size(shape),
+        figure(_p50(eager) if eager else None),
+        f"{figure(_p50(other))} ({other.provider})" if other else "–",
+        figure(_p50(own)),
+        figure(_p50(eager) / _p50(own) if eager else None, "×"),
+        figure(own.copy_share),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _p50(row: Row) -> float:
+    assert row.kernel_us is not None
+    return row.kernel_us.p50
 
 
 def main_image(path: Path, run: Run) -> Path | None:
