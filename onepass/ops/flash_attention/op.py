@@ -88,6 +88,9 @@ def flash_attention(
     infinity in a key or value may show in the rows near it that do not see that key, as in any product of matrices; in
     other sequences never.
 
+    The keys of a query are read one block after the other: for a few queries of few sequences over many keys, as in
+    decoding on a GPU, `paged_attention` shares them out.
+
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim], float32, bfloat16 or float16. Any strides: views of a packed qkv
             and transposed tensors are read where they lie, as long as the last dimension is contiguous (else copied).
