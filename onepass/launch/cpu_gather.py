@@ -180,3 +180,29 @@ def store_address(typingctx: Any, table: Any, index: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def load_address(typingctx: Any, table: Any, index: Any) -> Any:
+    """Read an int64 from a table of addresses."""
+    return types.int64(types.int64, types.int64), lambda context, builder, sig, args: _address(builder, *args)
+
+
+@intrinsic
+def prefetch_line(typingctx: Any, address: Any) -> Any:
+    """Ask for the line of memory at an address, into the second-level cache; nothing happens where there is none."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        options = [ir.Constant(I32, option) for option in (0, 2, 1)]  # to read, into the second level, data
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, *options])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@inline
+def prefetch(address: int, num_bytes: int) -> None:
+    """Ask for all lines of memory that begin in `num_bytes` bytes from an address on, which is most of them."""
+    for i in range(0, num_bytes, 64):
+        prefetch_line(address + i)

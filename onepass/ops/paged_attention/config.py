@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from onepass.ops.paged_attention.op import Desc
 
 
+MANY_CHUNKS = 1024
+"""From here on a program has a run: measured on an H200 with 132 multiprocessors, 75 against 92 µs at 2048 chunks, and
+23 against 18 at 256."""
+
+
 @dataclass(frozen=True)
 class Config:
     """`chunk` and `run` fix the order of all sums, so they depend on sizes that a model fixes, and on q_len.
@@ -48,8 +53,8 @@ def heuristic(desc: Desc) -> Config:
     chunk = 256 * (1 << (blocks - 1).bit_length())
     run = 4
     programs = desc.batch * desc.num_kv_heads * blocks * -(-desc.max_pages * desc.page_size // chunk)
-    part = run if programs > 2048 and desc.device.type != "cpu" else 1
-    return Config(block_m, block_n, chunk, run, part, 8 if block_n == 64 or not desc.aligned else 4, 3)
+    part = run if programs >= MANY_CHUNKS and desc.device.type != "cpu" else 1
+    return Config(block_m, block_n, chunk, run, part, 4 if desc.aligned else 8, 3)
 
 
 def partial_elements(desc: Desc) -> int:

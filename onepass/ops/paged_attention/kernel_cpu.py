@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from onepass.launch import cpu
-from onepass.launch.cpu_gather import KEYS, ROWS, add_weighted, address_of, dots, store_address
+from onepass.launch.cpu_gather import (
+    KEYS,
+    ROWS,
+    add_weighted,
+    address_of,
+    dots,
+    load_address,
+    prefetch,
+    store_address,
+)
 from onepass.launch.cpu_math import exp_minus_for, tanh
 from onepass.launch.cpu_memory import load_first, load_index, publish, row_start, store_first, take
 from onepass.launch.cpu_vector import (
@@ -151,6 +160,7 @@ def paged_attention_kernel(
     part_keys: int,
     heads: int,
     tile_rows: int,
+    row_bytes: int,
     causal: bool,
     window: int,
     scale: float,
@@ -171,10 +181,10 @@ def paged_attention_kernel(
     out_tile = row_start(q_tile, heads * tile_rows, padded)
     states = row_start(out_tile, heads * tile_rows, padded)
     scores = row_start(states, heads * tile_rows, 32)
-    k_rows = address_of(row_start(scores, ROWS, BLOCK))
-    v_rows = k_rows + 8 * BLOCK
+    # Two tables of the addresses of BLOCK rows of K, and of V.
+    tables = address_of(row_start(scores, ROWS, BLOCK))
     # Stand-ins: a row of zeros for a key that nobody sees, one of NaN (all bits set) for a page that is not there.
-    zero_row = v_rows + 8 * BLOCK
+    zero_row = tables + 32 * BLOCK
     nan_row = zero_row + 4 * padded
     for i in range(0, padded):
         store_address(zero_row, i, 0 if i < padded // 2 else -1)
@@ -217,13 +227,17 @@ def paged_attention_kernel(
                         count,
                         padded,
                     )
-            for begin in range(start, end, BLOCK):
-                block = min(BLOCK, end - begin)
-                whole = (block + KEYS - 1) // KEYS * KEYS
-                for head in range(first_head, end_head):
+            num_heads = end_head - first_head
+            all_steps = (end - start + BLOCK - 1) // BLOCK * num_heads
+            # A step ahead, so that the memory of the next rows is asked for while these are worked on.
+            for next_step in range(all_steps + 1):
+                rows_at = tables + (next_step + 1) % 2 * (16 * BLOCK)
+                next_at = tables + next_step % 2 * (16 * BLOCK)
+                if next_step < all_steps:
+                    head = first_head + next_step % num_heads
                     k_head, v_head = row_start(key_cache, head, stride_kh), row_start(value_cache, head, stride_vh)
-                    for n in range(whole):
-                        key = begin + n
+                    for n in range(BLOCK):
+                        key = start + next_step // num_heads * BLOCK + n
                         page = place = -1
                         if key >= low and key < end:
                             column = key // page_size
@@ -233,34 +247,44 @@ def paged_attention_kernel(
                         absent = zero_row if place < 0 else nan_row
                         k_at = address_of(row_start(row_start(k_head, page, stride_kp), place, stride_ks))
                         v_at = address_of(row_start(row_start(v_head, page, stride_vp), place, stride_vs))
-                        store_address(k_rows, n, k_at if there else absent)
-                        store_address(v_rows, n, v_at if there else zero_row)
-                    for r in range(0, rows, ROWS):
-                        last = min(r + ROWS, rows) - 1
-                        four_low = _visible_from(window, (first_row + r) // group + offset)
-                        four_high = _visible_to(causal, (first_row + last) // group + offset, length)
-                        if four_low >= begin + block or four_high <= begin:
-                            continue
-                        at = (head - first_head) * tile_rows + r
-                        q_rows, out_rows = row_start(q_tile, at, padded), row_start(out_tile, at, padded)
-                        for n in range(0, whole, KEYS):
-                            to = row_start(scores, n, 1)
-                            dots(to, BLOCK, q_rows, padded, key_cache, k_rows + 8 * n, head_dim)
-                        for row in range(ROWS):
-                            position = (first_row + min(r + row, rows - 1)) // group + offset
-                            _softmax_row(
-                                work,
-                                row_start(scores, row, BLOCK),
-                                row_start(states, at + row, 32),
-                                row_start(out_rows, row, padded),
-                                _visible_from(window, position) - begin,
-                                min(_visible_to(causal, position, length) - begin, block),
-                                scale,
-                                softcap,
-                                padded,
-                            )
-                        steps = min(four_high - begin, block)
-                        add_weighted(out_rows, padded, scores, BLOCK, value_cache, v_rows, head_dim, steps)
+                        store_address(next_at, n, k_at if there else absent)
+                        store_address(next_at, BLOCK + n, v_at if there else zero_row)
+                if next_step == 0:
+                    continue
+                head = first_head + (next_step - 1) % num_heads
+                begin = start + (next_step - 1) // num_heads * BLOCK
+                block = min(BLOCK, end - begin)
+                whole = (block + KEYS - 1) // KEYS * KEYS
+                for r in range(0, rows, ROWS):
+                    last = min(r + ROWS, rows) - 1
+                    four_low = _visible_from(window, (first_row + r) // group + offset)
+                    four_high = _visible_to(causal, (first_row + last) // group + offset, length)
+                    if four_low >= begin + block or four_high <= begin:
+                        continue
+                    at = (head - first_head) * tile_rows + r
+                    q_rows, out_rows = row_start(q_tile, at, padded), row_start(out_tile, at, padded)
+                    for n in range(0, whole, KEYS):
+                        if r == 0 and next_step < all_steps:
+                            for m in range(n, n + KEYS):
+                                prefetch(load_address(next_at, m), row_bytes)
+                                prefetch(load_address(next_at, BLOCK + m), row_bytes)
+                        to = row_start(scores, n, 1)
+                        dots(to, BLOCK, q_rows, padded, key_cache, rows_at + 8 * n, head_dim)
+                    for row in range(ROWS):
+                        position = (first_row + min(r + row, rows - 1)) // group + offset
+                        _softmax_row(
+                            work,
+                            row_start(scores, row, BLOCK),
+                            row_start(states, at + row, 32),
+                            row_start(out_rows, row, padded),
+                            _visible_from(window, position) - begin,
+                            min(_visible_to(causal, position, length) - begin, block),
+                            scale,
+                            softcap,
+                            padded,
+                        )
+                    steps = min(four_high - begin, block)
+                    add_weighted(out_rows, padded, scores, BLOCK, value_cache, rows_at + 8 * BLOCK, head_dim, steps)
             # work: sums [batch, kv heads, parts, q_len * group, head_dim], then tops and totals without head_dim.
             all_rows = batch * num_kv_heads * num_parts * rows_in_all
             for head in range(first_head, end_head):
@@ -363,7 +387,7 @@ def merge_kernel(
 def _compiled(dtype: torch.dtype, cache_dtype: torch.dtype) -> Callable[..., None]:
     q, cache, index, work = (cpu.pointer(d) for d in (dtype, cache_dtype, torch.int32, torch.float32))
     return paged_attention_kernel.compiled(
-        q, cache, cache, index, index, work, work, *(int,) * 25, bool, int, float, float, *(int,) * 3
+        q, cache, cache, index, index, work, work, *(int,) * 26, bool, int, float, float, *(int,) * 3
     )
 
 
@@ -390,7 +414,7 @@ def prepare(desc: Desc) -> Callable[..., None]:
     rows = desc.q_len * desc.group
     heads = _heads_of_an_item(desc, num_parts)
     tile_rows = min(max(_TILE_ROWS // heads, ROWS), -(-rows // ROWS) * ROWS) // ROWS * ROWS
-    slot_size = heads * tile_rows * (2 * padded + 32) + (ROWS + 4) * BLOCK + 2 * padded
+    slot_size = heads * tile_rows * (2 * padded + 32) + (ROWS + 8) * BLOCK + 2 * padded
     items = desc.batch * -(-desc.num_kv_heads // heads) * num_parts * -(-rows // tile_rows)
     sizes = (desc.batch, desc.q_len, desc.num_kv_heads, desc.group, desc.head_dim)
     keys = min(part_keys, desc.capacity)
@@ -426,6 +450,7 @@ def prepare(desc: Desc) -> Callable[..., None]:
             part_keys,
             heads,
             tile_rows,
+            desc.head_dim * desc.cache_dtype.itemsize,
         )
         memory = (work, counter + 64, counter, slots, slot_size)
         options: tuple[float, ...] = (desc.causal, numbers.window, scale, numbers.softcap)
