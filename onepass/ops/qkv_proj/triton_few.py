@@ -142,26 +142,21 @@ def few_tokens_kernel(
                 sums = tl.reshape(tl.permute(turned, [2, 0, 1]), [2 * PAIRS, TOKENS])
             sums = tl.where(good[None, :], sums, float("nan"))
 
+    # Selections, not branches: with a store in each branch, Triton 3.6 fails to compile some of these.
+    is_q, is_k = head < NUM_Q_HEADS, head < NUM_Q_HEADS + NUM_KV_HEADS
+    own_head = head - tl.where(is_q, 0, tl.where(is_k, NUM_Q_HEADS, NUM_Q_HEADS + NUM_KV_HEADS))
     result = narrow(sums, dtype)
     mask = real[:, None] & is_token[None, :]
-    token = tokens.to(tl.int64)[None, :]
-    if head < NUM_Q_HEADS:
-        tl.store(q_ptr + token * stride_q + head * stride_q_head + feature[:, None], result, mask=mask)
-    elif head < NUM_Q_HEADS + NUM_KV_HEADS:
-        kv_head = head - NUM_Q_HEADS
-        tl.store(k_ptr + token * stride_k + kv_head * stride_k_head + feature[:, None], result, mask=mask)
-    else:
-        kv_head = head - NUM_Q_HEADS - NUM_KV_HEADS
-        tl.store(v_ptr + token * stride_v + kv_head * stride_v_head + feature[:, None], result, mask=mask)
+    target = tl.where(is_q, q_ptr, tl.where(is_k, k_ptr, v_ptr))
+    target += own_head * tl.where(is_q, stride_q_head, tl.where(is_k, stride_k_head, stride_v_head))
+    at = tokens.to(tl.int64) * tl.where(is_q, stride_q, tl.where(is_k, stride_k, stride_v))
+    tl.store(target + at[None, :] + feature[:, None], result, mask=mask)
     if slots_ptr is not None:
-        if head >= NUM_Q_HEADS:
-            slot = tl.load(slots_ptr + tokens * stride_slots, mask=is_token, other=-1)
-            mask = mask & ((slot >= 0) & (slot < num_slots))[None, :]
-            page, in_page = slot // page_size, slot % page_size
-            if head < NUM_Q_HEADS + NUM_KV_HEADS:
-                at = page * stride_key_page + in_page * stride_key_slot + (head - NUM_Q_HEADS) * stride_key_head
-                tl.store(key_cache_ptr + at[None, :] + feature[:, None], result, mask=mask)
-            else:
-                kv_head = head - NUM_Q_HEADS - NUM_KV_HEADS
-                at = page * stride_value_page + in_page * stride_value_slot + kv_head * stride_value_head
-                tl.store(value_cache_ptr + at[None, :] + feature[:, None], result, mask=mask)
+        appended = is_token & (head + 0 * tokens >= NUM_Q_HEADS)
+        slot = tl.load(slots_ptr + tokens * stride_slots, mask=appended, other=-1)
+        cache = tl.where(is_k, key_cache_ptr, value_cache_ptr)
+        cache += own_head * tl.where(is_k, stride_key_head, stride_value_head)
+        at = slot // page_size * tl.where(is_k, stride_key_page, stride_value_page)
+        at += slot % page_size * tl.where(is_k, stride_key_slot, stride_value_slot)
+        cached = appended & (slot >= 0) & (slot < num_slots)
+        tl.store(cache + at[None, :] + feature[:, None], result, mask=mask & cached[None, :])
