@@ -129,9 +129,9 @@ def ops_figures() -> str:
             lines.append(_figures_line(run.name, shape, [row for row in timed if row.shape == shape]))
     machines = ", ".join(dict.fromkeys(run.machine.name for run in found))
     note = (
-        f"Kernel times in µs, bfloat16, {machines}. Best other: the fastest of torch.compile and the libraries installed "
-        "beside. Ceiling: a copy of the op's least bytes, or a read of them where it reads much more than it writes. All "
-        "sizes: [performance](docs/performance.md)."
+        f"Kernel times in µs, bfloat16, {machines}. Best other: the fastest of torch.compile and the libraries "
+        "installed beside. Ceiling: a copy of the op's least bytes, or a read of them where it reads much more than "
+        "it writes. All sizes: [performance](docs/performance.md)."
     )
     return "\n\n".join(["\n".join(lines), note])
 

@@ -18,7 +18,7 @@ MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 
 @lru_cache(maxsize=8)
 def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Ceilings:
-    """Copy in memory and in the last-level cache, read, matmul in each dtype, and the smallest kernel; once a process."""
+    """Copy in memory and in the last-level cache, read, matmul in each dtype, the smallest kernel; once a process."""
     with torch.no_grad():
         large = torch.randn(COPY_BYTES[device.type] // 4, device=device)
         copy_us = _fastest_copy_us(device, large)

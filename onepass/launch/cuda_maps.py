@@ -1,7 +1,7 @@
 """Tensor maps for the TMA unit of sm_90 GPUs, and launches of kernels that take them.
 
-A kernel takes a map as a `__grid_constant__` parameter of 128 bytes. cuda-core passes its own descriptors, but those keep
-the tensor alive that they were made from; here a map holds an address and the geometry, and may be kept.
+A kernel takes a map as a `__grid_constant__` parameter of 128 bytes. cuda-core passes its own descriptors, but those
+keep the tensor alive that they were made from; here a map holds an address and the geometry, and may be kept.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _C_TYPES = {int: ctypes.c_longlong, np.float32: ctypes.c_float}
 
 
 def launch(kernel: Any, grid: int, threads: int, shared_bytes: int, stream: int, args: Sequence[Any]) -> None:
-    """Launch with programmatic dependent launch. Arguments: maps, tensors or None for pointers, int, `numpy.float32`."""
+    """Programmatic dependent launch. Arguments: maps, tensors or None for pointers, int, `numpy.float32`."""
     values: list[Any] = []
     types: list[Any] = []
     for arg in args:

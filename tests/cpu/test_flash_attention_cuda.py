@@ -1,4 +1,4 @@
-"""The CUDA C++ kernel of flash_attention compiled by NVRTC, which needs no GPU: registers, spills, products in flight."""
+"""The CUDA C++ kernel of flash_attention compiled by NVRTC, without a GPU: registers, spills, products in flight."""
 
 from __future__ import annotations
 

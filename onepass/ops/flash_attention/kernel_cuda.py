@@ -106,7 +106,8 @@ def _products(block_n: int, head_dim: int, dtype: torch.dtype) -> str:
         return ", ".join(f'"+f"(d[{i}])' for i in range(count))
 
     return f"""
-__device__ __forceinline__ void wgmma_scores(float (&d)[{scores}], unsigned long long a, unsigned long long b, bool add) {{
+__device__ __forceinline__ void wgmma_scores(float (&d)[{scores}], unsigned long long a, unsigned long long b,
+                                             bool add) {{
     asm volatile(
         "{{ .reg .pred p; setp.ne.b32 p, %{scores + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{block_n}k16.f32.{kind}.{kind} {{{registers(scores)}}},"

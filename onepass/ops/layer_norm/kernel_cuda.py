@@ -22,8 +22,8 @@ SLOTS = 13
 CHUNK_BYTES = 16384
 THREADS = 640
 MAX_ALONE = 32768
-"""The longest row of one multiprocessor: its weight and bias fit the registers. Longer ones take two. Clusters of four do
-not pay: an H200 cannot place 33 of them at once."""
+"""The longest row of one multiprocessor: its weight and bias fit the registers. Longer ones take two. Clusters of four
+do not pay: an H200 cannot place 33 of them at once."""
 
 MAX_HIDDEN_SIZE = 2 * (SLOTS - 2) * CHUNK_BYTES // 2
 """The longest row that leaves two slots for the next one."""
