@@ -53,4 +53,4 @@ def _float32(padded: int, shared_bytes: int) -> Config:
     stages, num_warps = (2, 16) if shared_bytes >= 99 << 10 else (1, 8)
     if padded <= 64:
         return Config(64, 32, 8, stages)
-    return Config(64 if padded == 128 else 32, 16, num_warps, stages)
+    return Config(32, 16, 8 if padded == 128 else num_warps, stages)
