@@ -83,13 +83,15 @@ def specialize(desc: Desc) -> Specialization:
         ("BFLOAT16", int(desc.dtype == torch.bfloat16)),
     )
     shared_bytes = panels * 128 * (64 * groups + 2 * stages * block_n) + 1024 + 8 * (2 * groups + 4 * stages)
+    source = Path(__file__).with_suffix(".cu")
+    instructions = source.with_name("instructions.cu").read_text(encoding="utf-8")
     return Specialization(
-        Path(__file__).with_suffix(".cu"),
+        source,
         "flash_attention_kernel",
         macros,
         128 * (groups + 1),
         shared_bytes,
-        prelude=_products(block_n, desc.head_dim, desc.dtype),
+        prelude=instructions + _products(block_n, desc.head_dim, desc.dtype),
         tensor_maps=True,
     )
 
