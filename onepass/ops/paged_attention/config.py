@@ -59,7 +59,5 @@ def heuristic(desc: Desc) -> Config:
 
 def partial_elements(desc: Desc) -> int:
     """Float32 elements of the partial results: sums, and for each their largest score and sum of weights."""
-    num_parts = heuristic(desc).num_parts(desc)
     rows = desc.batch * desc.num_q_heads * desc.q_len
-    direct = num_parts == 1 and desc.device.type != "cpu"
-    return 0 if direct else rows * num_parts * (desc.head_dim + 2)
+    return rows * heuristic(desc).num_parts(desc) * (desc.head_dim + 2)
