@@ -23,7 +23,6 @@ from onepass.ops import spec as specs
 
 # Subfolders of the cache folder that onepass fills; nothing else in there is touched.
 CACHE_PARTS = ("cuda", "triton", "numba", "tuned")
-CHECK_SHAPE = (8, 256)
 HOW_TO_GET = {
     "cuda": "an NVIDIA GPU of sm_90, a torch built for CUDA, and: pip install 'cuda-core[cu13]'",
     "triton": "an NVIDIA GPU of sm_80 or newer, a torch built for CUDA, and: pip install triton",
@@ -127,7 +126,7 @@ def _devices() -> Iterator[torch.device]:
 def _backends(op: str, device: torch.device) -> Iterator[tuple[str, str]]:
     """Each backend of an op with why it does not work on a device, or an empty string. The op is run and checked."""
     spec = specs.load(op)
-    inputs = spec.make_inputs(CHECK_SHAPE, torch.float32, device, 0)
+    inputs = spec.make_inputs(specs.smallest_shape(spec), torch.float32, device, 0)
     truth = Truth(spec, inputs)
     for name in dispatch.TABLE[op]:
         try:

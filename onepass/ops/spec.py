@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 Inputs = dict[str, Any]
 """Keyword arguments of the public op, without `out`."""
@@ -60,6 +61,17 @@ class OpSpec:
 def load(op: str) -> OpSpec:
     """The spec of an op of `onepass.dispatch.TABLE`."""
     return importlib.import_module(f"onepass.ops.{op}.spec").SPEC
+
+
+def smallest_shape(spec: OpSpec) -> tuple[int, ...]:
+    """The size of an op's sweeps whose inputs take the least memory."""
+
+    def input_bytes(shape: tuple[int, ...]) -> int:
+        inputs = spec.make_inputs(shape, torch.float32, torch.device("cpu"), 0)
+        return tensor_bytes(*(t for t in inputs.values() if isinstance(t, torch.Tensor)))
+
+    with FakeTensorMode():
+        return min((*spec.cpu_shapes, *spec.shapes), key=input_bytes)
 
 
 def tensor_bytes(*tensors: torch.Tensor | None) -> int:
