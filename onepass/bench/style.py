@@ -48,6 +48,7 @@ LIGHT = Theme(
         EAGER_WARM: "#777777",
         COMPILE: "#d55e00",
         "plain triton": "#009e73",
+        "flashinfer": "#6f4bb0",
         "": "#cc79a7",
     },
 )
@@ -63,6 +64,7 @@ DARK = Theme(
         EAGER_WARM: "#a8a8a8",
         COMPILE: "#ff8a3d",
         "plain triton": "#2fd0a0",
+        "flashinfer": "#b79cff",
         "": "#e6a0c8",
     },
 )
@@ -74,6 +76,7 @@ _MARKERS = {
     EAGER_WARM: ("P", "--"),
     COMPILE: ("^", "-."),
     "plain triton": ("D", (0, (5, 1))),
+    "flashinfer": ("<", (0, (2, 1))),
     "": ("v", (0, (3, 1, 1, 1))),
 }
 

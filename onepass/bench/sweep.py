@@ -256,7 +256,7 @@ def _blank(case: Case, provider: Provider, inputs: Inputs | None = None) -> Row:
     least = spec.bytes_moved(inputs)
     return replace(
         row,
-        tensor_bytes=tensor_bytes(main_tensor(inputs)),
+        tensor_bytes=tensor_bytes(inputs[spec.row_inputs[0]] if spec.row_inputs else main_tensor(inputs)),
         min_bytes=least,
         model_bytes=least if provider.one_pass else spec.unfused_bytes(inputs),
         flops=spec.flops(inputs),
