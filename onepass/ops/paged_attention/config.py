@@ -54,7 +54,9 @@ def heuristic(desc: Desc) -> Config:
     run = 4
     programs = desc.batch * desc.num_kv_heads * blocks * -(-desc.max_pages * desc.page_size // chunk)
     part = run if programs >= MANY_CHUNKS and desc.device.type != "cpu" else 1
-    return Config(block_m, block_n, chunk, run, part, 4 if desc.aligned else 8, 3)
+    # Where four warps would run out of registers: many rows, a conversion, a load for each element.
+    wide = block_m == 64 or desc.cache_dtype.itemsize == 1 or not desc.aligned
+    return Config(block_m, block_n, chunk, run, part, 8 if wide else 4, 3)
 
 
 def partial_elements(desc: Desc) -> int:

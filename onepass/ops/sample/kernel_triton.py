@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NUM_WARPS = 16
 BLOCK = 4096
-SHORT_BLOCK = 512
+SHORT_BLOCK = 256
 """For rows of at most so many tokens, with half the warps."""
 
 CODE_BITS = tl.constexpr(fixed_point.CODE_BITS)
