@@ -139,3 +139,14 @@ def test_stores_past_the_caches_change_no_bit(dtype: torch.dtype, monkeypatch: p
     out = memory[start : start + x.numel()].view(x.shape)
     onepass.softmax(x, temperature=temperature, out=out)
     assert torch.equal(out.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("n", [100, 40000])
+def test_row_strides_past_2_31(n: int) -> None:
+    """N1: few rows, far apart; what lies between is never touched, so it takes no memory."""
+    memory = torch.empty(2**31 + n, dtype=BF16)
+    x = memory.as_strided((3, n), (2**30, 1))
+    x.copy_(normal(CPU, 3, n, dtype=BF16))
+    expected = onepass.softmax(x.clone())
+    assert torch.equal(onepass.softmax(x, out=x), expected)
+    assert torch.equal(onepass.logsumexp(x), onepass.logsumexp(expected))

@@ -20,7 +20,7 @@ CASES = [
     pytest.param(table, case, id=f"{table.SPEC.op}-{case.name}")
     for table in tables("triton")
     for case in table.CASES
-    if not case.many_programs
+    if not case.many_programs and not case.gpu_only
 ]
 
 
