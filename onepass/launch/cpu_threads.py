@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-# Below this many elements a call runs on the calling thread alone. One core takes about 60 µs for them; handing
-# rows to another thread costs the caller 7 µs, and that thread may take 30 µs to wake.
-PARALLEL_ELEMENTS = 131072
+# Below this many elements a call runs on the calling thread alone. One core takes 150 to 180 µs for them in a norm or
+# a softmax, and that is where two threads begin to win: a sleeping thread's help costs about 80 µs in all.
+PARALLEL_ELEMENTS = 524288
 
 # What a thread takes at a time: enough to make taking it free, little enough that threads finish together.
 _CHUNK_ELEMENTS = 65536
@@ -62,14 +62,17 @@ _pool = _Pool()
 os.register_at_fork(after_in_child=_pool.restart)
 
 
-def run_rows(kernel: Callable[..., Any], args: tuple[Any, ...], num_rows: int, row_elements: int) -> None:
+def run_rows(
+    kernel: Callable[..., Any], args: tuple[Any, ...], num_rows: int, row_elements: int, cost: float = 1.0
+) -> None:
     """Call `kernel(*args, num_rows, chunk, counter)` on one thread or several.
 
-    The kernel takes `chunk` rows at a time from the int64 at the address `counter` until `num_rows` are taken.
+    The kernel takes `chunk` rows at a time from the int64 at the address `counter` until `num_rows` are taken. `cost` is
+    what an element takes beside one of a norm.
     """
     counter = c_int64()
     elements = num_rows * row_elements
-    if elements < PARALLEL_ELEMENTS or num_rows == 1:
+    if elements * cost < PARALLEL_ELEMENTS or num_rows == 1:
         kernel(*args, num_rows, num_rows, addressof(counter))
         return
     threads = torch.get_num_threads()

@@ -140,6 +140,7 @@ SPEC = OpSpec(
         *((num_tokens, LLAMA_3_8B) for num_tokens in (1, 16, 64, 4096)),
         (1, SMOLLM2_135M),
     ),
+    cpu_shapes=(*((num_tokens, LLAMA_3_8B) for num_tokens in (1, 64)), (1, SMOLLM2_135M)),
     make_inputs=make_inputs,
     fused=qkv_proj,
     unfused=unfused,

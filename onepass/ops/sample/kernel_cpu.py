@@ -465,4 +465,4 @@ def _launch(
         n,
         fixed_point.dropped_bits(n),
     )
-    cpu.run_rows(kernel, args, num_rows, n)
+    cpu.run_rows(kernel, args, num_rows, n, cost=16.0)
