@@ -67,8 +67,8 @@ def run_rows(
 ) -> None:
     """Call `kernel(*args, num_rows, chunk, counter)` on one thread or several.
 
-    The kernel takes `chunk` rows at a time from the int64 at the address `counter` until `num_rows` are taken. `cost` is
-    what an element takes beside one of a norm.
+    The kernel takes `chunk` rows at a time from the int64 at the address `counter` until `num_rows` are taken.
+    `cost` is what an element takes beside one of a norm.
     """
     counter = c_int64()
     elements = num_rows * row_elements
